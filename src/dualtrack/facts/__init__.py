@@ -1,0 +1,1 @@
+"""What was asked, seen and decided: schemas, statistics and files of evidence. Nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""The host and transfer path: pool, pooled loader, stream prefetcher, dual track."""

@@ -1,0 +1,1 @@
+"""How things are seen: clocks, memory, hardware and fresh processes."""

@@ -1,0 +1,1 @@
+"""Plots, pages and verification, from records alone. Nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""The migration, a page a stage: settings in, record out."""

@@ -1,0 +1,1 @@
+"""A measured training run, on one rank or many."""

@@ -1,0 +1,1 @@
+"""Bundled training jobs with real data."""
