@@ -167,7 +167,11 @@ def test_a_value_is_judged_by_kind_and_size(
 
 @pytest.mark.parametrize("kind", ["equality", "ratio", "failures"])
 def test_a_limit_that_does_not_suit_its_observation_is_a_tool_error(kind: str) -> None:
-    seen = {"equality": equality(), "ratio": ratio(FASTER), "failures": Failures(what="trials", num_trials=3)}[kind]
+    seen: Observation = {
+        "equality": equality(),
+        "ratio": ratio(FASTER),
+        "failures": Failures(what="trials", num_trials=3),
+    }[kind]
     assert state_of(seen, limit("seen", "at least", 1.0 if kind != "ratio" else -1.0)) is State.TOOL_ERROR
 
 
@@ -176,7 +180,11 @@ def test_a_missing_observation_does_not_pass() -> None:
 
 
 def test_a_verdict_survives_its_own_json_and_is_judged_the_same_again() -> None:
-    seen = {"a": Value(what="v", value=math.nan), "b": ratio(FASTER), "c": equality(largest_error=math.nan)}
+    seen: dict[str, Observation] = {
+        "a": Value(what="v", value=math.nan),
+        "b": ratio(FASTER),
+        "c": equality(largest_error=math.nan),
+    }
     rules = (limit("a", "at most", 1), limit("b", "at most", 1.05, primary=False), limit("c", primary=False))
     read_back = Seen.model_validate_json(Seen(observations=seen).model_dump_json()).observations
     verdict = judge(seen, rules, "cpu")
