@@ -16,7 +16,7 @@ _HOME_OF = {
     "open_loader": "dualtrack.training.active_path",
 }
 
-__all__ = list(_HOME_OF)  # noqa: PLE0604 (names resolved by __getattr__)
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -51,3 +51,7 @@ class TrialError(MigrationError):
 
 class LedgerError(EvidenceError):
     """The ledger is broken, or an entry was refused."""
+
+
+class NonFiniteLoss(MigrationError):
+    """A training step gave a loss that is NaN or infinite."""

@@ -34,7 +34,9 @@ class Measured(Fact):
     def model_post_init(self, context: Any, /) -> None:
         """Refuse a missing value without a reason, and a reason beside a value."""
         if (self.value is None) == (self.reason is None):
-            raise ValueError(f"expected a value or a reason why there is none, got value={self.value!r} reason={self.reason!r}")
+            raise ValueError(
+                f"expected a value or a reason why there is none, got value={self.value!r} reason={self.reason!r}"
+            )
 
 
 class Outcome(Fact):
@@ -192,7 +194,9 @@ class StageRecord(Fact):
         except ValueError as error:
             raise EvidenceError(f"{path.name} is not a record of schema {SCHEMA_VERSION}: {error}") from error
         if record.stable_digest != record.compute_stable_digest():
-            raise EvidenceError(f"{path.name}: stable_digest does not follow from the record; it was edited after it was written")
+            raise EvidenceError(
+                f"{path.name}: stable_digest does not follow from the record; it was edited after it was written"
+            )
         return record
 
 

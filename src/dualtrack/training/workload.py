@@ -69,7 +69,13 @@ def load_workload(reference: str) -> Workload:
     if factory is None:
         raise ValueError(f"workload {reference!r}: module {module_name!r} has no {factory_name!r}")
     workload = factory()
-    missing = [name for name in ("name", "legacy_loader", "to_device", "model", "optimizer", "loss") if not hasattr(workload, name)]
+    missing = [
+        name
+        for name in ("name", "legacy_loader", "to_device", "model", "optimizer", "loss")
+        if not hasattr(workload, name)
+    ]
     if missing:
-        raise ValueError(f"workload {reference!r}: {factory_name}() returned a {type(workload).__name__} without {', '.join(missing)}")
+        raise ValueError(
+            f"workload {reference!r}: {factory_name}() returned a {type(workload).__name__} without {', '.join(missing)}"
+        )
     return workload

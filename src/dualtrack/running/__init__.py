@@ -1,0 +1,1 @@
+"""Papermill in sequence: parameters in, one folder a run out. Nothing here imports torch; the kernels do."""
