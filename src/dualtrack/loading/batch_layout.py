@@ -10,11 +10,15 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 ALIGN_BYTES = 512  # what the CUDA caching allocator gives legacy's own tensors, so kernels choose as they did before
+SMALL_SHARE = 64
+MOST_SMALL_TENSORS = (
+    8  # each copy costs a launch of some microseconds; hundreds would cost more than the packed copy saves
+)
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -52,14 +56,16 @@ class PackedLayout(NamedTuple):
     passed_through: dict[str, int]
     """What was not staged: description -> how many."""
 
-    def unpack(self, packed: torch.Tensor) -> Any:
+    def unpack(self, packed: torch.Tensor, own: Literal["none", "small", "all"] = "none") -> Any:
         """Cut the batch out of its packed bytes.
 
         The tensors share the buffer's storage and nothing else: each has its own version counter, so changing one leaf in place does not
-        trip autograd over another. A kept leaf keeps the whole buffer alive.
+        trip autograd over another. A kept leaf keeps the whole buffer alive, unless it owns its bytes.
 
         Args:
             packed: uint8 `[num_bytes]`, contiguous, on any device; its storage offset is a multiple of `ALIGN_BYTES`.
+            own: Which tensors get a storage of their own, copied on the current stream. `small` are those under 1/64 of the buffer if there
+                are at most 8 of them: a loop that collects its labels must not keep every image alive.
 
         Raises:
             ValueError: `packed` is not such a buffer.
@@ -77,7 +83,17 @@ class PackedLayout(NamedTuple):
             )
         storage = packed.untyped_storage()
         tensors = [self._cut(spec, storage, offset, packed.device) for spec in self.specs]
+        for index in self._owned(own):
+            tensors[index] = tensors[index].detach().clone().requires_grad_(self.specs[index].requires_grad)
         return map_leaves(lambda leaf: tensors[leaf.index] if type(leaf) is TensorPlace else leaf, self.tree)
+
+    def _owned(self, own: Literal["none", "small", "all"]) -> Iterable[int]:
+        if own == "all":
+            return range(len(self.specs))
+        if own == "none":
+            return ()
+        small = [index for index, spec in enumerate(self.specs) if spec.num_bytes * SMALL_SHARE < self.num_bytes]
+        return small if len(small) <= MOST_SMALL_TENSORS else ()
 
     @staticmethod
     def _cut(spec: TensorSpec, storage: torch.UntypedStorage, base_bytes: int, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from dualtrack.loading.slot_collate import CollatedBatch, SlotCollate
 from dualtrack.loading.slot_states import SlotState
 
 COPY_POLL_SECONDS = 1e-3  # while a copy is in flight: a worker may wait for its slot
-IDLE_POLL_SECONDS = 1.0  # otherwise: how often the deadline and the workers are looked at
+IDLE_POLL_SECONDS = 0.2  # otherwise: how often the deadline, a close() and the workers are looked at
 NUM_SHUTDOWN_TRIES = 3  # torch's signal handler may raise once for each dead worker in the middle of a shutdown
 
 
@@ -141,6 +141,7 @@ class BatchSource:
         """Wait for one message of the workers in short steps; `receive` looks after dead workers at the end of each."""
         legacy_deadline = time.monotonic() + timeout
         while True:
+            self._pool.check_open()
             self._pool.reap()
             self._check_deadline()
             left = max(legacy_deadline - time.monotonic(), 0.0)
@@ -199,12 +200,14 @@ class BatchSource:
         """End the iteration: workers leave, their slots are free again. Leased slots stay with the consumer. Twice is fine."""
         if self._iterator is None or os.getpid() != self._owner:
             return
-        self._pool.states.abandon_waits()
+        if self._pool.is_open:
+            self._pool.states.abandon_waits()
         if self._loader.num_workers > 0:
             _shut_down(self._iterator)
         self._iterator = self._loader._iterator = None
         self._arrived.clear()
-        self._pool.reclaim()
+        if self._pool.is_open:
+            self._pool.reclaim()
 
 
 def _shut_down(iterator: Any) -> None:

@@ -1,6 +1,6 @@
 """One batch in host memory, leased from a pool slot."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -51,7 +51,7 @@ class HostBatch:
             )
         return self._collated.layout.unpack(self.packed)
 
-    def unpack(self, packed_on_device: torch.Tensor) -> Any:
+    def unpack(self, packed_on_device: torch.Tensor, own: Literal["none", "small", "all"] = "none") -> Any:
         """Cut the same structure out of a copy of `packed`.
 
         The tensors alias `packed_on_device`; who owns that buffer and on which stream it becomes valid is the caller's affair. Leaves
@@ -59,13 +59,14 @@ class HostBatch:
 
         Args:
             packed_on_device: uint8 `[num_bytes]` on any device.
+            own: Which tensors are copied into a storage of their own, on the current stream; see `PackedLayout.unpack`.
 
         Raises:
             PoolError: The batch is on the pageable path and has no packed form.
         """
         if self._collated.layout is None:
             raise PoolError(f"batch {self.index} is pageable ({self.reason}): copy the tensors of views() one by one")
-        return self._collated.layout.unpack(packed_on_device)
+        return self._collated.layout.unpack(packed_on_device, own)
 
     @property
     def passed_through(self) -> dict[str, int]:

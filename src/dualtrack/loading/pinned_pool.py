@@ -82,6 +82,7 @@ class PinnedPool:
         self._in_flight: deque[tuple[CopyEvent, int]] = deque()
         self._claim_lock, self._reap_lock = threading.Lock(), threading.Lock()
         self._is_closing = False
+        self._waited_seconds = 0.0
         self._free = weakref.finalize(self, _free_at_exit, self.slab, self.states, self._in_flight)
 
     @property
@@ -107,7 +108,7 @@ class PinnedPool:
     @property
     def producer_wait_seconds(self) -> float:
         """Seconds that producers have waited for a free slot so far."""
-        return self.states.producer_wait_seconds() if self.is_open else 0.0
+        return self.states.producer_wait_seconds() if self.is_open else self._waited_seconds
 
     def slots_of(self, producer: int) -> range:
         """Return the slots that one producer fills."""
@@ -188,6 +189,10 @@ class PinnedPool:
             if self.states[slot] in (SlotState.FILLING, SlotState.READY):
                 self.states.move(slot, (SlotState.FILLING, SlotState.READY), SlotState.FREE)
 
+    def begin_close(self) -> None:
+        """Let every wait for this pool end with an error from now on."""
+        self._is_closing = True
+
     def close(self) -> None:
         """Wait for copies in flight, unlock and free the slab. Views that still live keep its pages, unlocked, until they are gone.
 
@@ -196,7 +201,7 @@ class PinnedPool:
         """
         if not self.is_open:
             return
-        self._is_closing = True
+        self.begin_close()
         deadline = time.monotonic() + self.settings.wait_seconds
         self.reap()
         while self._in_flight:
@@ -206,6 +211,7 @@ class PinnedPool:
                 )
             time.sleep(1e-3)
             self.reap()
+        self._waited_seconds = self.states.producer_wait_seconds()
         self._free()
 
     def __enter__(self) -> Self:

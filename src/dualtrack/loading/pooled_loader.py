@@ -19,6 +19,7 @@ What is preserved of the wrapped loader, bit for bit and in order:
 | two iterators at once | the newer one ends the older, whose next use is an error |
 """
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,6 +115,7 @@ class PooledLoader:
         )
         self._counts = LoaderCounts()
         self._num_iterations = 0
+        self._stop_workers = weakref.finalize(self, self._source.stop)
 
     def _open_pool(self, cap_bytes: int) -> PinnedPool:
         num_producers = max(1, self.loader.num_workers)
@@ -150,7 +152,7 @@ class PooledLoader:
             return batch.views()
         self._counts.num_copied_views += 1
         self._counts.note_allocation()
-        copied = batch.unpack(batch.packed.clone())
+        copied = batch.unpack(batch.packed, own="all")
         batch.release()
         return copied
 
@@ -164,7 +166,7 @@ class PooledLoader:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         batch.release_after(copied)
-        return batch.unpack(on_device)
+        return batch.unpack(on_device, own="small")
 
     def _can_lend(self, batch: HostBatch) -> bool:
         """Say whether the producer of this batch keeps enough slots to go on while the consumer holds it."""
@@ -267,6 +269,7 @@ class PooledLoader:
 
     def close(self) -> None:
         """Stop the workers, wait for copies in flight and return the memory. Twice is fine; views that still live stay readable."""
+        self.pool.begin_close()
         self._source.stop()
         self.pool.close()
 

@@ -77,6 +77,9 @@ class SlotCollate:
         except BaseException:
             self._states.move(slot, (SlotState.FILLING,), SlotState.FREE)
             raise
+        if layout.passed_through:  # an object of the user's, made from our stacks: it would go on viewing the slot
+            self._states.move(slot, (SlotState.FILLING,), SlotState.FREE)
+            return self._copy_into_slot(default_collate(samples))
         return self._filled(slot, layout)
 
     def _copy_into_slot(self, batch: Any) -> CollatedBatch:
@@ -142,7 +145,7 @@ class _Stacker:
             return result
         shape = (len(batch), *first.shape)
         out = self._packer.place(first.dtype, shape, _contiguous_stride(shape))
-        return torch.stack(tuple(batch), 0, out=out)
+        return torch.stack(batch, 0, out=out)
 
     def _is_like(self, first: torch.Tensor, item: Any) -> bool:
         """Leave to torch what it promotes, refuses, records for autograd, or (without `out`, in the trainer) lays out by its inputs' strides."""
