@@ -21,12 +21,15 @@ from typing import Any
 import nbformat
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbclient.util import run_sync
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+from traitlets.config import Config
 
 from dualtrack.facts.durable_files import write_atomically
 
 KERNEL_NAME = "dualtrack-own-interpreter"
 MAX_OUTPUT_CHARACTERS = 100_000
-DEAD_KERNEL_POLL_SECONDS = 1.0
+# sockets in the file system: no port to race for, nothing on the network
+KERNEL_CONFIG = Config({"ConnectionFileMixin": {"transport": "ipc"}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +104,10 @@ def require_parameters_cell(source: Path) -> None:
 def clean_notebook(path: Path, root: Path) -> None:
     """Cap long outputs with a note and take machine paths out of an executed notebook, in place."""
     notebook = nbformat.read(path, as_version=4)
+    join_streams = CoalesceStreamsPreprocessor()  # type: ignore[no-untyped-call]
     for cell in notebook.cells:
         if cell.cell_type == "code":
+            join_streams.preprocess_cell(cell, {}, 0)  # a kernel sends many lines in thousands of pieces
             for output in cell.outputs:
                 _cap(output)
     papermill_block = notebook.metadata.get("papermill", {})
@@ -218,7 +223,7 @@ def _watching_engine() -> Any:
             cls, nb_man: Any, kernel_name: str, *, start_timeout: int = 60, execution_timeout: Any = None, **rest: Any
         ) -> Any:
             client = WatchedClient(
-                nb_man, timeout=execution_timeout, startup_timeout=start_timeout, kernel_name=kernel_name
+                nb_man, timeout=execution_timeout, startup_timeout=start_timeout, kernel_name=kernel_name, config=KERNEL_CONFIG
             )
             return client.execute()
 

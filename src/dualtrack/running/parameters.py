@@ -32,6 +32,21 @@ def parse_value(text: str) -> Any:
     return text if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """Turn `name=value` texts into names and typed values.
+
+    Raises:
+        ValueError: An assignment has no equals sign.
+    """
+    parsed = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"expected name=value, got {assignment!r}")
+        parsed[name.strip()] = parse_value(text.strip())
+    return parsed
+
+
 def collect_parameters(assignments: Iterable[str], shared: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Turn `name=value` and `stage.name=value` into validated parameters by stage.
 
@@ -45,11 +60,8 @@ def collect_parameters(assignments: Iterable[str], shared: Mapping[str, Any]) ->
     chosen: dict[str, dict[str, Any]] = {stage: {} for stage in STAGES}
     for stage, settings in SETTINGS.items():
         chosen[stage].update({name: value for name, value in shared.items() if name in settings.model_fields})
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals:
-            raise ValueError(f"expected name=value, got {assignment!r}")
-        _assign(chosen, name.strip(), parse_value(text.strip()))
+    for name, value in parse_assignments(assignments).items():
+        _assign(chosen, name, value)
     for stage, settings in SETTINGS.items():
         settings.parse(chosen[stage])
     return chosen

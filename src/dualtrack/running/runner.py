@@ -13,7 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dualtrack.facts.digests import sha256_file, sha256_json
+from dualtrack.facts.derivations import combine_stable_digests
+from dualtrack.facts.digests import sha256_file
 from dualtrack.facts.durable_files import write_atomically
 from dualtrack.facts.errors import EvidenceError
 from dualtrack.facts.frozen_inputs import load_manifest
@@ -176,7 +177,7 @@ class WorkbookRun:
         summary = RunSummary(
             run=self.folder.name, workload=self.workload, started_at=self.started_at, ended_at=datetime.now(UTC), stages=self.states,
             seconds=self.seconds, complete=complete, exit_code=self._exit_code(complete), parameters=self.parameters,
-            stable_digest=sha256_json({stage: record.stable_digest for stage, record in records.items()}),
+            stable_digest=combine_stable_digests(records),
         )  # fmt: skip
         write_atomically(self.folder / "run.json", summary.model_dump_json(indent=1).encode(), overwrite=True)
         return summary
