@@ -38,7 +38,7 @@ STYLE: Any = {
     "svg.hashsalt": "dualtrack",  # element ids follow from the content, so equal data gives equal bytes
     "svg.fonttype": "none",  # text stays text: small, searchable, read aloud, drawn in the page's own font
     "font.family": ["DejaVu Sans"],  # ships with matplotlib, so the layout is the same on every machine
-    "font.size": 9,
+    "font.size": 10,
     "text.color": INK,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": INK,
@@ -55,7 +55,7 @@ STYLE: Any = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "legend.frameon": False,
-    "legend.fontsize": 8.5,
+    "legend.fontsize": 9.5,
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "path.simplify": True,
@@ -79,11 +79,11 @@ class ReportFigure(Figure):
         return {"image/png": buffer.getvalue(), "text/plain": repr(self)}, {"image/png": details}
 
 
-def new_figure(title: str, num_panels: int = 1, height_inches: float = 3.1) -> tuple[ReportFigure, list[Axes]]:
+def new_figure(title: str, num_panels: int = 1, height_inches: float = 3.3) -> tuple[ReportFigure, list[Axes]]:
     """Return an empty figure of the house style and its panels, top to bottom, which share the x axis."""
     figure = ReportFigure(figsize=(6.4, height_inches), layout="constrained")
     figure.set_label(title)
-    figure.suptitle(textwrap.fill(title, 78), x=0.01, ha="left", fontsize=9.5, fontweight="bold")
+    figure.suptitle(textwrap.fill(title, 72), x=0.01, ha="left", fontsize=10.5, fontweight="bold")
     panels = figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0]
     return figure, list(panels)
 

@@ -47,7 +47,7 @@ def plot_memory(trials: Sequence[Trial], cap_bytes: int | None = None) -> Report
     frame = memory_frame(trials)
     names = [name for name in _PANELS if (frame["series"] == name).any()] or ["pss"]
     with mpl.rc_context(STYLE):
-        figure, panels = new_figure(_memory_title(frame, cap_bytes), len(names), 1.5 + 1.25 * len(names))
+        figure, panels = new_figure(_memory_title(frame, cap_bytes), len(names), 1.5 + 1.4 * len(names))
         over = "seconds" if frame["step"].isna().any() else "step"
         for name, panel in zip(names, panels, strict=True):
             _draw_memory(panel, frame[frame["series"] == name], over)

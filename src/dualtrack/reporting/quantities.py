@@ -2,6 +2,10 @@
 
 import math
 
+_TIMES = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min"))
+_PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB")
+_EN_DASH = "\u2013"
+
 
 def with_digits(value: float, num_digits: int = 3) -> str:
     """Return `value` with so many significant digits, thousands apart by commas, and no exponent between 0.001 and a million."""
@@ -16,28 +20,31 @@ def with_digits(value: float, num_digits: int = 3) -> str:
 
 def with_binary_prefix(num_bytes: float) -> str:
     """Return bytes as B, KiB, MiB, GiB or TiB, for example `61.3 MiB`."""
-    size = float(num_bytes)
-    for prefix in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{with_digits(size)} {prefix}"
-        size /= 1024
-    return f"{with_digits(size)} TiB"
+    return with_unit(num_bytes, "bytes")
 
 
 def with_time_unit(seconds: float) -> str:
     """Return seconds as µs, ms, s, min or h, for example `1.92 ms`."""
-    for factor, name, below in ((1e6, "µs", 1e-3), (1e3, "ms", 1.0), (1.0, "s", 120.0), (1 / 60, "min", 7200.0)):
-        if abs(seconds) < below:
-            return f"{with_digits(seconds * factor)} {name}"
-    return f"{with_digits(seconds / 3600)} h"
+    return with_unit(seconds, "s")
 
 
-def with_unit(value: float, unit: str | None) -> str:
+def with_unit(value: float, unit: str) -> str:
     """Return a value in its recorded unit: bytes and seconds with a fitting prefix, a fraction as per cent, anything else as it is."""
-    if unit in ("bytes", "B"):
-        return with_binary_prefix(value)
-    if unit in ("s", "seconds"):
-        return with_time_unit(value)
-    if unit in ("fraction", "share"):
-        return f"{with_digits(value * 100)} %"
-    return f"{with_digits(value)} {unit}".strip() if unit else with_digits(value)
+    factor, name = _scale(value, unit)
+    return f"{with_digits(value * factor)} {name}".rstrip()
+
+
+def range_beside(low: float, high: float, value: float, unit: str) -> str:
+    """Return `low` to `high` without a unit, in the one in which `with_unit` shows `value`, so that the two can stand side by side."""
+    factor, _ = _scale(value, unit)
+    return f"{with_digits(low * factor)}{_EN_DASH}{with_digits(high * factor)}"
+
+
+def _scale(value: float, unit: str) -> tuple[float, str]:
+    """Return by what to multiply a value, and the unit it then has."""
+    if unit == "bytes":
+        step = min(len(_PREFIXES) - 1, int(math.log2(abs(value)) // 10)) if abs(value) >= 1 else 0
+        return 1024.0**-step, _PREFIXES[step]
+    if unit == "s":
+        return next(((factor, name) for below, factor, name in _TIMES if abs(value) < below), (1 / 3600, "h"))
+    return (100.0, "%") if unit == "fraction" else (1.0, unit)
