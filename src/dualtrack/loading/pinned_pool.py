@@ -82,7 +82,6 @@ class PinnedPool:
         self._in_flight: deque[tuple[CopyEvent, int]] = deque()
         self._claim_lock, self._reap_lock = threading.Lock(), threading.Lock()
         self._is_closing = False
-        self._waited_seconds = 0.0
         self._free = weakref.finalize(self, _free_at_exit, self.slab, self.states, self._in_flight)
 
     @property
@@ -108,7 +107,7 @@ class PinnedPool:
     @property
     def producer_wait_seconds(self) -> float:
         """Seconds that producers have waited for a free slot so far."""
-        return self.states.producer_wait_seconds() if self.is_open else self._waited_seconds
+        return self.states.producer_wait_seconds()
 
     def slots_of(self, producer: int) -> range:
         """Return the slots that one producer fills."""
@@ -211,7 +210,6 @@ class PinnedPool:
                 )
             time.sleep(1e-3)
             self.reap()
-        self._waited_seconds = self.states.producer_wait_seconds()
         self._free()
 
     def __enter__(self) -> Self:

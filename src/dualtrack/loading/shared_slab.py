@@ -57,14 +57,19 @@ class SharedBytes:
         self.descriptor = handed_over.detach()
         self._map()
 
+    def close_descriptor(self) -> None:
+        """Close the descriptor; no further process can be given the bytes. Twice is fine."""
+        if self.is_open:
+            self.is_open = False
+            os.close(self.descriptor)
+
     def close(self) -> None:
-        """Close the descriptor and drop this object's mapping; pages stay as long as views of them live.
+        """Close the descriptor and drop this object's mapping; pages stay as long as views of them live. Twice is fine.
 
         The mapping itself is freed by its last reference: closing it under a living view would turn the view's next read into a crash.
         """
         if self.is_open:
-            self.is_open = False
-            os.close(self.descriptor)
+            self.close_descriptor()
             del self.map
 
 

@@ -112,14 +112,9 @@ class SlotStates:
         """Return the seconds that all producers together have waited for a free slot, those that wait now included."""
         return sum(self._clocks())
 
-    @property
-    def is_open(self) -> bool:
-        """False after `close`."""
-        return self._shared.is_open
-
     def close(self) -> None:
-        """Drop the mapping."""
-        self._shared.close()
+        """Close the descriptor. The page stays mapped until the last user is gone: a thread may be in the middle of a poll."""
+        self._shared.close_descriptor()
 
 
 def stop_when_abandoned(states: SlotStates, generation: int) -> Callable[[float], None]:
