@@ -11,6 +11,7 @@ import click
 from dualtrack.facts.errors import MigrationError
 from dualtrack.facts.project import Project, find_project
 from dualtrack.facts.records import STAGES, RunSummary
+from dualtrack.facts.settings import FreezeSettings
 from dualtrack.running.runner import EXIT_FAILED, EXIT_USAGE
 
 ROOT_OPTION = click.option(
@@ -124,12 +125,13 @@ def freeze(
     root: Path | None, workload: str | None, reason: str, recipe: bool, assignments: tuple[str, ...], yes: bool
 ) -> None:
     """Freeze the legacy loader's first epoch and record the baseline of this hardware."""
+    from dualtrack.running.parameters import parse_assignments
     from dualtrack.stages.freeze_command import freeze_project
 
     project = find_project(root)
-    for line in freeze_project(
-        project, workload or project.workload, reason, recipe, assignments, confirm=None if yes else click.confirm
-    ):
+    given = {"workload": workload or project.workload, "mode": "recipe" if recipe else "stored"}
+    settings = FreezeSettings.parse({**given, **parse_assignments(assignments)})
+    for line in freeze_project(project, settings, reason, None if yes else click.confirm):
         click.echo(line)
 
 
@@ -160,25 +162,30 @@ def replay(bundle: Path, repeats: int) -> None:
 @ROOT_OPTION
 def status(root: Path | None) -> None:
     """Say which path is active, which promotions stand, and how the latest run ended."""
-    from dualtrack.running.promotion import describe_status
+    from dualtrack.stages.promotion_command import describe_status
 
-    for line in describe_status(find_project(root)):
+    project = find_project(root)
+    whole = [folder for folder in _runs(project) if (folder / "run.json").is_file()]
+    for line in describe_status(project, whole[-1] if whole else None):
         click.echo(line)
 
 
 @main.command()
 @ROOT_OPTION
-@click.argument("stage", type=click.Choice(STAGES[1:4]))
+@click.argument("stage", type=click.Choice(STAGES[:4]))
 @click.option("--run", "run_name", default="latest", show_default=True, help="The run whose gate passed.")
 @click.option("--who", required=True, help="Who promotes.")
 @click.option("--why", required=True, help="Why now.")
-@click.option("--allow-dirty", is_flag=True, help="Promote from a working tree with uncommitted changes; recorded.")
+@click.option("--allow-dirty", is_flag=True, help="Promote from a working tree with uncommitted changes.")
 def promote(root: Path | None, stage: str, run_name: str, who: str, why: str, allow_dirty: bool) -> None:
     """Make a stage's path the active one; refused unless its gate passed, the run verifies and the stages before it are promoted."""
-    from dualtrack.running.promotion import promote_stage
+    from dualtrack.reporting.verify import verify_run
+    from dualtrack.stages.promotion_command import promote_stage
 
     project = find_project(root)
-    click.echo(promote_stage(project, stage, _find_run(project, run_name), who=who, why=why, allow_dirty=allow_dirty))
+    folder = _find_run(project, run_name)
+    problem = verify_run(folder).first_difference
+    click.echo(promote_stage(project, stage, folder, problem, who=who, why=why, allow_dirty=allow_dirty))
 
 
 @main.command()
@@ -201,7 +208,7 @@ def rollback(root: Path | None, who: str, why: str) -> None:
 @click.option("--until", required=True, help="Date on which the waiver ends, as 2027-01-31.")
 def waive(root: Path | None, observation: str, stage: str, who: str, why: str, until: str) -> None:
     """Let one gate line stand open for a while; shown in red until it ends."""
-    from dualtrack.running.promotion import waive_line
+    from dualtrack.stages.promotion_command import waive_line
 
     click.echo(waive_line(find_project(root), stage, observation, who=who, why=why, until=until))
 

@@ -9,11 +9,12 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -64,7 +65,8 @@ def run_in_fresh_process(target: str, arguments: dict[str, Any], deadline_second
         stderr_path = Path(scratch) / "stderr"
         started = time.monotonic()
         process = context.Process(target=_run, args=(target, arguments, sender, alive_reader, str(stderr_path)))
-        process.start()
+        with _main_module_left_alone():
+            process.start()
         sender.close()
         alive_reader.close()
         try:
@@ -96,6 +98,18 @@ def run_or_raise(target: str, arguments: dict[str, Any], deadline_seconds: float
     return result
 
 
+@contextlib.contextmanager
+def _main_module_left_alone() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in the trial: targets are importable modules, the script is not needed."""
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
 def _receive(receiver: Connection, deadline_seconds: float) -> tuple[str, Any] | None:
     """Wait for the trial's one message; None when it died without one or the deadline passed."""
     if not receiver.poll(deadline_seconds):
@@ -116,7 +130,7 @@ def _judge_end(
     if kind == "deadline":
         cause, detail = "deadline passed", stderr
     elif kind == "error":
-        cause, detail = content
+        cause, detail = content if content is not None else ("exception", stderr)
     elif kind == "result":
         cause, detail = (
             "unclean exit",

@@ -49,6 +49,6 @@ def default_limits() -> dict[str, tuple[Limit, ...]]:
         "0_freeze_baseline": FREEZE,
         "1_pinned_pool": MEMORY,
         "2_stream_prefetcher": TRANSFER,
-        "3_ddp_expansion": EXPANSION,
+        "3_ddp_expansion": REPORT,
         "4_migration_report": REPORT,
     }

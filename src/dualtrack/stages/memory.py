@@ -97,15 +97,30 @@ def _probe_bounds(run: StageRun, findings: Findings, sizes: PoolSizes) -> dict[s
     probes: dict[str, PoolProbe] = {}
 
     def full_pool() -> Observation:
-        arguments = {
-            **common,
-            "cap_bytes": sizes.cap_bytes,
-            "slot_bytes": sizes.slot_bytes,
-            "sleep_seconds": FULL_POOL_SLEEP_SECONDS,
-        }
-        probe = probes["a sleeping consumer"] = run_or_raise(f"{PROBES}:probe_full_pool", arguments, deadline)
-        waited = probe.producer_wait_seconds > 0 and probe.pool_peak_bytes <= sizes.cap_bytes
-        return Value(what="with a sleeping consumer the producer waits and the pool stays under its cap", value=waited)
+        for name, cap in (
+            ("sleeping consumer, roomy cap", sizes.cap_bytes),
+            ("sleeping consumer, tight cap", sizes.tight_cap_bytes),
+        ):
+            arguments = {
+                **common,
+                "cap_bytes": cap,
+                "slot_bytes": sizes.slot_bytes,
+                "sleep_seconds": FULL_POOL_SLEEP_SECONDS,
+            }
+            probes[name] = run_or_raise(f"{PROBES}:probe_full_pool", arguments, deadline)
+        tight, roomy = probes["sleeping consumer, tight cap"], probes["sleeping consumer, roomy cap"]
+        held = (
+            tight.producer_wait_seconds > 0
+            and tight.pool_peak_bytes <= sizes.tight_cap_bytes
+            and tight.batch_digests == roomy.batch_digests
+        )
+        run.notes.append(
+            f"Tight cap of {sizes.tight_cap_bytes:,} bytes: the producers waited {tight.producer_wait_seconds:.2f} s for a free slot."
+        )
+        return Value(
+            what="in a full pool the producer waits, the pool stays under its cap, and the batches are the same",
+            value=held,
+        )
 
     def isolated() -> Observation:
         arguments = {

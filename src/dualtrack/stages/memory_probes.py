@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from dualtrack.facts.errors import CapacityError, StageRefused
+from dualtrack.facts.errors import CapacityError, LoaderError, StageRefused
 from dualtrack.facts.observations import Fact
 from dualtrack.loading.pooled_loader import PooledLoader
 from dualtrack.stages.stage_run import refuse_distributed
@@ -62,7 +63,7 @@ def probe_isolated_pools(
             for name, loader, batch in (("train", train, train_batch), ("eval", evaluation, eval_batch)):
                 if batch is not None:
                     digests[name].append(_digest(batch))
-                samples[name].append((time.perf_counter() - started, loader.stats().pool_current_bytes))
+                samples[name].append((time.perf_counter() - started, loader.stats().slots_in_use_bytes))
         pairs = (("train", train, cap_bytes), ("eval", evaluation, eval_cap_bytes))
         return {name: _probe(loader, cap, samples[name], digests[name]) for name, loader, cap in pairs}
 
@@ -90,8 +91,9 @@ def probe_small_cap(workload: str, device: str, cap_bytes: int, slot_bytes: int)
 def probe_process_group() -> str:
     """Initialise a process group of one rank and return stage 1's refusal, or an empty string when it did not refuse."""
     with tempfile.TemporaryDirectory() as scratch:
-        store = torch.distributed.FileStore(str(Path(scratch) / "store"), 1)
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{Path(scratch) / 'store'}", rank=0, world_size=1
+        )
         try:
             refuse_distributed("1_pinned_pool")
         except StageRefused as error:
@@ -101,13 +103,22 @@ def probe_process_group() -> str:
     return ""
 
 
+def _data_loader(workload: Workload, split: Split) -> DataLoader[Any]:
+    loader = workload.legacy_loader(split)
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(
+            f"expected a torch DataLoader from {workload.name}.legacy_loader(), got {type(loader).__name__}; only that can be pooled"
+        )
+    return loader
+
+
 def _drain(loader: PooledLoader, cap_bytes: int, sleep_seconds: float) -> PoolProbe:
     digests: list[str] = []
     samples: list[tuple[float, int]] = []
     started = time.perf_counter()
     for batch in loader:
         time.sleep(sleep_seconds)
-        samples.append((time.perf_counter() - started, loader.stats().pool_current_bytes))
+        samples.append((time.perf_counter() - started, loader.stats().slots_in_use_bytes))
         digests.append(_digest(batch))
     return _probe(loader, cap_bytes, samples, digests)
 

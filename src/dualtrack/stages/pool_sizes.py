@@ -16,6 +16,8 @@ class PoolSizes(Fact):
     slot_bytes: int
     cap_bytes: int
     eval_cap_bytes: int
+    tight_cap_bytes: int
+    """The smallest cap that works: one slot a worker, so that a slow consumer makes the producers wait."""
 
     @classmethod
     def choose(cls, manifest: FrozenManifest, cap_bytes: int = 0, eval_cap_bytes: int = 0) -> Self:
@@ -28,4 +30,9 @@ class PoolSizes(Fact):
         workers = max(1, int(manifest.loader.get("num_workers") or 0))
         in_flight = int(manifest.loader.get("prefetch_factor") or 2)
         cap = cap_bytes or workers * (in_flight + NUM_HELD_SLOTS) * slot_bytes
-        return cls(slot_bytes=slot_bytes, cap_bytes=cap, eval_cap_bytes=eval_cap_bytes or cap)
+        return cls(
+            slot_bytes=slot_bytes,
+            cap_bytes=cap,
+            eval_cap_bytes=eval_cap_bytes or cap,
+            tight_cap_bytes=workers * slot_bytes,
+        )

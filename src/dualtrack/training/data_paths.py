@@ -7,11 +7,12 @@ batch again and again, the most that any loader could win. Only `legacy` is a ba
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sized
 from typing import Any
 
 import torch
 
+from dualtrack.facts.errors import LoaderError
 from dualtrack.loading.pooled_loader import PooledLoader
 from dualtrack.loading.stream_prefetcher import CUDADataPrefetcher
 from dualtrack.training.workload import Split, Workload
@@ -28,7 +29,7 @@ class DataPath(ABC):
         self.loader = workload.legacy_loader(split)
 
     @abstractmethod
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any, None, None]:
         """Iterate over one epoch of device batches."""
 
     def stats(self) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class DataPath(ABC):
 class LegacyPath(DataPath):
     """The old trainer's path: its loader and its own copy."""
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any, None, None]:
         """Iterate over one epoch of device batches."""
         for batch in self.loader:
             yield self.workload.to_device(batch, self.device)
@@ -55,7 +56,7 @@ class LegacyPath(DataPath):
 class PinnedPath(DataPath):
     """The usual first attempt: `pin_memory=True` and `non_blocking=True`; needs CUDA."""
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any, None, None]:
         """Iterate over one epoch of device batches."""
         if self.device.type != "cuda" or not isinstance(self.loader, torch.utils.data.DataLoader):
             raise ValueError(
@@ -77,9 +78,13 @@ class PooledPath(DataPath):
     ) -> None:
         """Wrap the legacy loader in a pool of at most `cap_bytes`."""
         super().__init__(workload, device, split)
+        if not isinstance(self.loader, torch.utils.data.DataLoader):
+            raise LoaderError(
+                f"expected a torch DataLoader from {workload.name}.legacy_loader(), got {type(self.loader).__name__}; only that can be pooled"
+            )
         self.pooled = PooledLoader(self.loader, device=device, cap_bytes=cap_bytes, slot_bytes=slot_bytes, name=split)
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any, None, None]:
         """Iterate over one epoch of device batches."""
         yield from self.pooled
 
@@ -89,7 +94,7 @@ class PooledPath(DataPath):
 
     def pool_bytes(self) -> int | None:
         """Return bytes of pool slots in use now."""
-        return self.pooled.stats().pool_current_bytes
+        return self.pooled.stats().slots_in_use_bytes
 
     def close(self) -> None:
         """Close the pool; twice is fine."""
@@ -106,7 +111,7 @@ class PrefetchedPath(PooledPath):
         super().__init__(workload, device, split, cap_bytes, slot_bytes)
         self.prefetcher = CUDADataPrefetcher(self.pooled, device)
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any, None, None]:
         """Iterate over one epoch of device batches."""
         yield from self.prefetcher
 
@@ -123,10 +128,10 @@ class PrefetchedPath(PooledPath):
 class CachedPath(DataPath):
     """One device batch for ever: the ceiling of what a data path can deliver, not a way to train."""
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any, None, None]:
         """Iterate over as many batches as the legacy epoch has, all the same one."""
         batch = self.workload.to_device(next(iter(self.loader)), self.device)
-        for _ in range(len(self.loader) if hasattr(self.loader, "__len__") else 1):
+        for _ in range(len(self.loader) if isinstance(self.loader, Sized) else 1):
             yield batch
 
 

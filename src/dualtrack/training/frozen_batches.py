@@ -21,7 +21,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the elements in row-major order as raw bytes, whatever the strides or the device."""
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(plain.numpy())
 
 
@@ -48,7 +50,7 @@ def encode_batch(batch: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]
                 raise FrozenInputError(
                     f"{path}: expected a dense tensor, got layout {value.layout}; freeze its dense parts instead"
                 )
-            tensors[path] = value.detach().cpu().contiguous().clone()
+            tensors[path] = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
             return {"kind": "tensor", "name": path}
         if value is None or type(value) in (bool, int, str):
             return {"kind": "plain", "value": value}

@@ -181,6 +181,7 @@ def _describe(loader: Any) -> tuple[dict[str, Any], Any, _RecordingSampler | Non
     }  # fmt: skip
     if isinstance(loader.dataset, IterableDataset):
         return facts, loader, None
+    facts["num_batches"] = len(loader)
     watched, name = copy.copy(loader), "batch_sampler" if loader.batch_sampler is not None else "sampler"
     sampler = _RecordingSampler(getattr(loader, name))
     object.__setattr__(watched, name, sampler)  # DataLoader forbids setting it after construction; the copy is ours

@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def measure_run(spec: RunSpec) -> dict[str, Any]:
     return result
 
 
-def _endless(path: DataPath) -> Iterator[Any]:
+def _endless(path: DataPath) -> Generator[Any, None, None]:
     while True:
         empty = True
         for batch in path.epoch():
@@ -189,7 +189,7 @@ class _Window:
     def _mark(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()  # on the consumer's current stream: the end of the step's kernels
         return event
 
