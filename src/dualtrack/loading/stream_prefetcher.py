@@ -4,6 +4,7 @@ It takes the leased slots of a `PooledLoader`, so that nothing is copied twice o
 itself: a leaf in pageable memory is copied as it is and the batch counts as pageable. Without a CUDA device it hands the loader's batches on.
 """
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -143,7 +144,7 @@ class CUDADataPrefetcher:
         if self._passes_through:
             self._counts.num_epochs += 1
             return _Epoch(None, iter(self.loader), self._counts)
-        puller = HostPuller(lambda: host_batches(self.loader), self._deadline_seconds, self.device)
+        puller = HostPuller(functools.partial(host_batches, self.loader), self._deadline_seconds, self.device)
         return _Epoch(TransferPipeline(puller, self._device, self.depth, self._clock, self._counts), None, self._counts)
 
     def _end_epoch(self) -> None:

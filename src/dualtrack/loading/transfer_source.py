@@ -68,7 +68,7 @@ class HostPuller:
         """Start the thread; the source is opened at the first pull.
 
         Args:
-            open_source: Starts the epoch, on the helper thread.
+            open_source: Starts the epoch, on the helper thread, which holds it: it must not refer to the puller's owner.
             deadline_seconds: The longest wait for one batch, the first one with its worker start included.
             device: Made current on the helper thread, so that a loader's pin thread does not open a context on GPU 0.
         """
@@ -128,9 +128,10 @@ def _serve(
     requests: "queue.SimpleQueue[bool | None]",
     replies: "queue.SimpleQueue[Reply]",
 ) -> None:
-    """Answer requests until None comes; each request carries the consumer's grad mode, which is a setting of the thread."""
+    """Answer requests until the epoch ends or None comes; each carries the consumer's grad mode, which is a setting of the thread."""
     iterator: Iterator[Any] | None = None
-    while (grad_enabled := requests.get()) is not None:
+    is_over = False
+    while not is_over and (grad_enabled := requests.get()) is not None:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -139,8 +140,10 @@ def _serve(
                     iterator = open_source()
                 replies.put(Reply("batch", next(iterator)))
         except StopIteration:
+            is_over = True
             replies.put(Reply("end"))
         except BaseException as error:  # noqa: BLE001 (whatever ended the fetch is raised at its batch, in the consumer's thread)
+            is_over = True
             replies.put(Reply("error", error))
     close = getattr(iterator, "close", None)
     with contextlib.suppress(
