@@ -14,9 +14,9 @@ import torch
 
 from dualtrack.facts.errors import PrefetchError
 from dualtrack.loading.transfer_device import TransferDevice, open_transfer_device
-from dualtrack.loading.transfer_pipeline import TransferCounts, TransferPipeline
+from dualtrack.loading.transfer_pipeline import TransferPipeline
 from dualtrack.loading.transfer_source import HostPuller, host_batches
-from dualtrack.loading.transfer_stats import PrefetchStats, TransferClock
+from dualtrack.loading.transfer_stats import PrefetchStats, TransferClock, TransferCounts, describe_transfers
 
 PASS_THROUGH = "pass-through: no CUDA device"
 DEADLINE_SECONDS = 600.0  # legacy waits for ever, and a first batch may follow a long worker start
@@ -110,32 +110,12 @@ class CUDADataPrefetcher:
 
     def stats(self) -> PrefetchStats:
         """Return what was seen so far, over all epochs."""
-        counts, clock = self._counts, self._clock
-        is_measured = clock.num_measured > 0
-        copy_seconds = clock.copy_seconds if is_measured else None
-        exposed_seconds = clock.exposed_seconds if is_measured else None
         pipeline = self._epoch.pipeline if self._epoch is not None else None
-        return PrefetchStats(
-            mode=PASS_THROUGH if self._passes_through else self._device.mode,
-            depth=self.depth,
-            look_ahead_batches=pipeline.look_ahead if pipeline is not None else 0,
-            look_ahead_note=pipeline.look_ahead_note if pipeline is not None else self._look_ahead_note,
-            num_epochs=counts.num_epochs,
-            num_batches=counts.num_batches,
-            num_bytes=counts.num_bytes,
-            num_pageable_batches=counts.num_pageable_batches,
-            num_errors=counts.num_errors,
-            passed_through=dict(counts.passed_through),
-            stall_seconds=counts.stall_seconds,
-            queue_depth=pipeline.num_in_flight if pipeline is not None else 0,
-            mean_queue_depth=counts.queue_depths / counts.num_asked if counts.num_asked else None,
-            copy_seconds=copy_seconds,
-            exposed_transfer_seconds=exposed_seconds,
-            overlap_ratio=1 - exposed_seconds / copy_seconds if copy_seconds and exposed_seconds is not None else None,
-            num_measured_batches=clock.num_measured,
-            unmeasured_reason=None if is_measured else self._why_unmeasured(),
-            timeline=clock.timeline(),
-        )
+        in_flight: tuple[int, int, str | None] = (0, 0, self._look_ahead_note)
+        if pipeline is not None:
+            in_flight = (pipeline.num_in_flight, pipeline.look_ahead, pipeline.look_ahead_note)
+        mode = PASS_THROUGH if self._passes_through else self._device.mode
+        return describe_transfers(mode, self.depth, self._counts, self._clock, in_flight, self._why_unmeasured())
 
     def _why_unmeasured(self) -> str:
         return "no CUDA device" if self.device.type == "cpu" else "no batch was delivered and computed on yet"
@@ -205,7 +185,7 @@ class _Epoch(Iterator[Any]):
         except StopIteration:
             self.is_over = True
             raise
-        self._counts.num_batches += 1
+        self._counts.note_delivered(0, False, {})
         return batch
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from dualtrack.loading.batch_layout import PLAIN_TYPES, map_leaves, why_not_stag
 from dualtrack.loading.shadow_generators import capture_generators
 from dualtrack.loading.transfer_device import CopyPair, Transfer, TransferDevice
 from dualtrack.loading.transfer_source import HostPuller
-from dualtrack.loading.transfer_stats import TransferClock
+from dualtrack.loading.transfer_stats import TransferClock, TransferCounts
 
 LOOK_AHEAD_UNPROVEN = "it starts with the second batch of an epoch"
 LOOK_AHEAD_DRAWS = (
@@ -32,7 +32,12 @@ class Staged:
     """A batch whose copy is queued, or the error that took its place."""
 
     position: int
+    host: Any = None
+    """The host batch, for cutting tensors out of `buffer`; its slot is given back already."""
+    buffer: torch.Tensor | None = None
+    """uint8 `[num_bytes]` on the device, None for a batch that was copied leaf by leaf."""
     batch: Any = None
+    """What the consumer gets; valid on the consumer's stream once it was delivered."""
     transfer: Transfer | None = None
     destinations: tuple[torch.Tensor, ...] = ()
     allocated_for: Any = None
@@ -42,21 +47,6 @@ class Staged:
     error: BaseException | None = None
     companion: Any = None
     """What `beside_copy` made of the same host batch."""
-
-
-@dataclass
-class TransferCounts:
-    """Sums over the epochs of one owner."""
-
-    num_epochs: int = 0
-    num_batches: int = 0
-    num_bytes: int = 0
-    num_pageable_batches: int = 0
-    num_errors: int = 0
-    stall_seconds: float = 0.0
-    queue_depths: int = 0
-    num_asked: int = 0
-    passed_through: Counter[str] = field(default_factory=Counter)
 
 
 class TransferPipeline:
@@ -118,13 +108,26 @@ class TransferPipeline:
         staged = self._queue[0]
         if staged.error is not None:  # it stays at the head: asking again never gives an older or a younger batch
             raise staged.error
+        self._arrive(staged, ready)
+        self._queue.popleft()
+        return staged
+
+    def _arrive(self, staged: Staged, ready: Any) -> None:
+        """Order the batch before the consumer's stream; small leaves get a storage of their own there, behind the copy."""
         if staged.transfer is not None:
             self._device.deliver(staged.transfer, staged.destinations, staged.allocated_for)
             self._clock.after_wait(staged.transfer, ready)
-        self._queue.popleft()
-        staged.destinations = ()
-        self._count(staged)
-        return staged
+        if staged.buffer is not None:
+            staged.batch = self._cut(staged, staged.buffer, "small")
+        self._counts.note_delivered(staged.num_bytes, staged.is_pageable, staged.passed_through)
+
+    def raw(self, staged: Staged) -> Any:
+        """Return a delivered batch as views of what was copied, valid behind `staged.transfer.end` on any stream: for comparisons."""
+        return staged.batch if staged.buffer is None else self._cut(staged, staged.buffer, "none")
+
+    def _cut(self, staged: Staged, buffer: torch.Tensor, own: Literal["none", "small"]) -> Any:
+        batch = staged.host.unpack(buffer, own=own)
+        return map_leaves(self._follow, batch) if staged.passed_through else batch
 
     def fill(self, num_batches: int) -> None:
         """Pull and queue copies until `num_batches` are in flight or the epoch has no more."""
@@ -192,14 +195,12 @@ class TransferPipeline:
         if host.packed is None:
             self._copy_leaves(staged, host)
             return
-        staged.num_bytes = host.num_bytes
+        staged.host, staged.num_bytes = host, host.num_bytes
         staged.is_pageable = host.num_bytes > 0 and not self._device.is_asynchronous(host.packed)
-        buffer = self._device.empty(host.num_bytes)
-        staged.destinations = (buffer,)
-        staged.transfer = self._device.copy([CopyPair(buffer, host.packed)] if host.num_bytes else [])
+        staged.buffer = self._device.empty(host.num_bytes)
+        staged.destinations = (staged.buffer,)
+        staged.transfer = self._device.copy([CopyPair(staged.buffer, host.packed)] if host.num_bytes else [])
         staged.passed_through = dict(host.passed_through)
-        batch = host.unpack(buffer)
-        staged.batch = map_leaves(self._follow, batch) if staged.passed_through else batch
 
     def _copy_leaves(self, staged: Staged, host: Any) -> None:
         pairs: list[CopyPair] = []
@@ -228,12 +229,6 @@ class TransferPipeline:
     def _follow(self, leaf: Any) -> Any:
         """Move a tensor that the side stream can't carry, as `.to(device)` does in the legacy path."""
         return leaf.to(self._device.device) if isinstance(leaf, torch.Tensor) else leaf
-
-    def _count(self, staged: Staged) -> None:
-        self._counts.num_batches += 1
-        self._counts.num_bytes += staged.num_bytes
-        self._counts.num_pageable_batches += staged.is_pageable
-        self._counts.passed_through.update(staged.passed_through)
 
     def close(self) -> bool:
         """End the epoch: what was not delivered is dropped behind its copies. Twice is fine.

@@ -4,7 +4,8 @@ Times come from CUDA events on the two streams and are read only after they have
 no such events a figure is None, never zero.
 """
 
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dualtrack.facts.observations import Fact
@@ -63,6 +64,28 @@ class PrefetchStats(Fact):
     unmeasured_reason: str | None = None
     timeline: tuple[BatchTimes, ...] = ()
     """The last batches."""
+
+
+@dataclass
+class TransferCounts:
+    """Sums over the epochs of one owner."""
+
+    num_epochs: int = 0
+    num_batches: int = 0
+    num_bytes: int = 0
+    num_pageable_batches: int = 0
+    num_errors: int = 0
+    stall_seconds: float = 0.0
+    queue_depths: int = 0
+    num_asked: int = 0
+    passed_through: Counter[str] = field(default_factory=Counter)
+
+    def note_delivered(self, num_bytes: int, is_pageable: bool, passed_through: dict[str, int]) -> None:
+        """Count one delivered batch."""
+        self.num_batches += 1
+        self.num_bytes += num_bytes
+        self.num_pageable_batches += is_pageable
+        self.passed_through.update(passed_through)
 
 
 class _Times(NamedTuple):
@@ -129,3 +152,34 @@ class TransferClock:
             )
             for times, done in self._recent
         )
+
+
+def describe_transfers(
+    mode: str,
+    depth: int,
+    counts: TransferCounts,
+    clock: TransferClock,
+    in_flight: tuple[int, int, str | None],
+    unmeasured_reason: str,
+) -> PrefetchStats:
+    """Join counts and clock into one record.
+
+    Args:
+        mode: Kind of transfer, in words.
+        depth: As the prefetcher was asked for.
+        counts: Sums so far.
+        clock: Times so far.
+        in_flight: Batches in flight now, batches it looks ahead, and why it does not look ahead.
+        unmeasured_reason: Why there are no times, if there are none.
+    """
+    is_measured = clock.num_measured > 0
+    return PrefetchStats(
+        mode=mode, depth=depth, queue_depth=in_flight[0], look_ahead_batches=in_flight[1], look_ahead_note=in_flight[2],
+        num_epochs=counts.num_epochs, num_batches=counts.num_batches, num_bytes=counts.num_bytes,
+        num_pageable_batches=counts.num_pageable_batches, num_errors=counts.num_errors, passed_through=dict(counts.passed_through),
+        stall_seconds=counts.stall_seconds, mean_queue_depth=counts.queue_depths / counts.num_asked if counts.num_asked else None,
+        copy_seconds=clock.copy_seconds if is_measured else None,
+        exposed_transfer_seconds=clock.exposed_seconds if is_measured else None,
+        overlap_ratio=1 - clock.exposed_seconds / clock.copy_seconds if clock.copy_seconds > 0 else None,
+        num_measured_batches=clock.num_measured, unmeasured_reason=None if is_measured else unmeasured_reason, timeline=clock.timeline(),
+    )  # fmt: skip
