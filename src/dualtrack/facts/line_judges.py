@@ -130,24 +130,28 @@ def _ratio(seen: Ratio, limit: Limit) -> Judgement:
 
 
 def _zone(seen: Ratio, found: RatioInterval, bound: float, lower_is_better: bool) -> tuple[State, str]:
-    """Place the whole interval against the bound; what straddles it, or lies within the noise of it, is not decided."""
+    """Place the whole interval against the bound; what straddles it is not decided.
+
+    Where the margin is below the noise floor, the bound lies among ratios that legacy shows against itself; then only an interval that lies
+    wholly outside the noise, on either side, is decided.
+    """
     planned, margin = seen.num_planned_pairs, abs(math.log(bound))
     if found.num_pairs != planned:
         return State.INCONCLUSIVE, "; the number of pairs was fixed before the run and another number decides nothing"
     if planned < MIN_PAIRS:
         return State.INCONCLUSIVE, f"; at least {MIN_PAIRS} decide, {_more_pairs(MIN_PAIRS, planned)}"
     floor = math.log1p(noise_floor(seen.floor_pairs, planned)) if seen.floor_pairs else 0.0
-    low, middle, high = (math.log(x) - math.log(bound) for x in (found.low, found.ratio, found.high))
-    if margin < floor and low - floor < 0 < high + floor:
+    if margin < floor and math.log(found.low) < floor and math.log(found.high) > -floor:
         more = _more_pairs(pairs_needed(noise_deviation(seen.floor_pairs), margin), planned)
+        shown = f"{100 * math.expm1(margin):.2g} %"
         return (
             State.INCONCLUSIVE,
-            f"; cannot be decided: the margin {100 * math.expm1(margin):.2g} % is below the noise floor, it would take {more}",
+            f"; cannot be decided: the margin {shown} is below the noise floor, it would take {more}",
         )
-    if low < 0 < high:
-        more = _more_pairs(pairs_needed(found.log_deviation, abs(middle)), planned)
+    if found.low < bound < found.high:
+        more = _more_pairs(pairs_needed(found.log_deviation, abs(math.log(found.ratio / bound))), planned)
         return State.INCONCLUSIVE, f"; the interval holds the limit, it would take about {more}"
-    holds = high <= 0 if lower_is_better else low >= 0
+    holds = found.high <= bound if lower_is_better else found.low >= bound
     return (State.PASSED if holds else State.FAILED), ""
 
 

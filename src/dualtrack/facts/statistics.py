@@ -1,8 +1,10 @@
 """Intervals and bounds for what a gate decides; a fresh process is the unit, never a step.
 
 Pooling steps as samples gave 82 % false alarms in simulation and a percentile bootstrap at n=3 covered 81 % instead of 95 %; so ratios get
-a t interval on the logarithms of paired run medians, and failures an exact binomial bound. Quantiles come from `scipy.special`, which
-gives the figures of `scipy.stats` without its slow import.
+a t interval on the logarithms of paired run medians, and failures an exact binomial bound. In 2,000 simulated sessions each (10 pairs, 2 %
+spread between runs, autocorrelated steps, 5 % drift; `tests/facts/test_statistics_simulation.py`) the interval left out 1 in 5.7 % of the
+sessions of legacy against legacy and in 98.9 % of those with a 5 % slowdown; at a limit of 1.02 the former never failed and none of the
+latter passed. Quantiles come from `scipy.special`, which gives the figures of `scipy.stats` without its slow import.
 """
 
 import math
