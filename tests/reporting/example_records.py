@@ -5,16 +5,14 @@ from typing import Any
 
 from example_trials import CAP_BYTES, NO_CUDA, START, abba_plan, example_trials
 
+from dualtrack.facts.derivations import failures_from_trials, ratio_from_trials
 from dualtrack.facts.digests import sha256_json
 from dualtrack.facts.observations import (
     Divergence,
     Equality,
-    Failures,
     Limit,
     Maximum,
     Observation,
-    Pair,
-    Ratio,
     ToolError,
     Unmeasured,
     Value,
@@ -23,6 +21,7 @@ from dualtrack.facts.records import PlantedFault, Rollback, Series, StageRecord,
 from dualtrack.facts.verdicts import judge_stage
 
 FROZEN_DIGEST = sha256_json("frozen digits")
+NOISE_FLOOR = [("noise floor", "legacy", pair, 1) for pair in range(3) for _ in range(2)]
 
 
 def example_records(device: str = "cpu", failing: str | None = None, slow_pool: bool = False) -> dict[str, StageRecord]:
@@ -47,41 +46,8 @@ def example_records(device: str = "cpu", failing: str | None = None, slow_pool: 
     return records
 
 
-def _latency_ratio(trials: tuple[Trial, ...], candidate: str) -> Ratio:
-    pairs: dict[int, dict[str, tuple[int, float]]] = {}
-    for trial in trials:
-        if trial.block == "paired":
-            pairs.setdefault(trial.pair, {})[trial.track] = (
-                trial.position,
-                sorted(trial.step_seconds)[len(trial.step_seconds) // 2],
-            )
-    compared = tuple(
-        Pair(
-            legacy=pair["legacy"][1],
-            candidate=pair[candidate][1],
-            order="legacy first" if pair["legacy"] < pair[candidate] else "candidate first",
-        )
-        for pair in pairs.values()
-    )
-    floor = tuple(
-        Pair(legacy=p.legacy, candidate=p.legacy * share, order=p.order)
-        for p, share in zip(compared, (0.99, 1.01, 1.0, 1.02, 0.985, 1.005), strict=False)
-    )
-    return Ratio(
-        what="step latency, candidate over legacy",
-        unit="s",
-        pairs=compared,
-        floor_pairs=floor,
-        num_planned_pairs=len(compared),
-    )
-
-
 def _equal(what: str, num: int, **more: Any) -> Equality:
     return Equality(what=what, num_compared=num, num_equal=num, **more)
-
-
-def _failures(trials: tuple[Trial, ...]) -> Failures:
-    return Failures(what="fresh-process trials that failed", num_trials=len(trials), causes={})
 
 
 def _rollback(from_path: str, to_path: str) -> Rollback:
@@ -120,7 +86,7 @@ def _freeze(device: str) -> Parts:
     observations: dict[str, Observation] = {
         "batches_repeat": _equal("batches of a second legacy pass", 46),
         "legacy_repeats": _equal("losses and gradient norms, legacy against legacy", 92),
-        "trial_failures": _failures(trials),
+        "trial_failures": failures_from_trials(trials, "fresh-process trials that failed"),
     }
     limits = (
         _limit("batches_repeat", "equal", 0, "a baseline that does not repeat proves nothing", primary=True),
@@ -137,7 +103,7 @@ def _freeze(device: str) -> Parts:
 
 
 def _memory(device: str, broken: bool, slow: bool) -> Parts:
-    plan = [("extra", "legacy", 0, 1), ("extra", "pooled", 0, 1), *abba_plan("pooled", 6)]
+    plan = [("extra", "legacy", 0, 1), ("extra", "pooled", 0, 1), *abba_plan("pooled", 6), *NOISE_FLOOR]
     trials = example_trials("1_pinned_pool", device, plan, 1.68 if slow else 1.0)
     wait: Observation = Value(what="a full pool makes the producer wait", value=True)
     if broken:
@@ -153,8 +119,8 @@ def _memory(device: str, broken: bool, slow: bool) -> Parts:
         "training_equals_baseline": _equal("losses and gradient norms against the baseline", 46),
         "full_pool_makes_producer_wait": wait,
         "rollback_verified": Value(what="rollback to the legacy path verified", value=True),
-        "trial_failures": _failures(trials),
-        "step_latency_ratio": _latency_ratio(trials, "pooled"),
+        "trial_failures": failures_from_trials(trials, "fresh-process trials that failed"),
+        "step_latency_ratio": ratio_from_trials(trials, "pooled", "pooled over legacy, median step"),
     }
     if device == "cpu":
         observations["h2d_bandwidth"] = Unmeasured(what="host-to-device bandwidth by size", reason=NO_CUDA)
@@ -195,7 +161,7 @@ def _memory(device: str, broken: bool, slow: bool) -> Parts:
 
 
 def _transfer(device: str, diverging: bool) -> Parts:
-    plan = [("extra", "legacy", 0, 1), ("extra", "prefetched", 0, 1), *abba_plan("prefetched", 6)]
+    plan = [("extra", "legacy", 0, 1), ("extra", "prefetched", 0, 1), *abba_plan("prefetched", 6), *NOISE_FLOOR]
     trials = example_trials("2_stream_prefetcher", device, plan)
     divergence = Divergence(
         where="epoch 3, step 7, leaf [0], index [2, 0, 4, 4]",
@@ -223,8 +189,8 @@ def _transfer(device: str, diverging: bool) -> Parts:
         "final_traffic_share": Value(what="share of traffic on the new path", value=0.1 if diverging else 1.0),
         "legacy_is_retired": Value(what="legacy loader is never constructed any more", value=not diverging),
         "rollback_verified": Value(what="rollback to the legacy path verified", value=True),
-        "trial_failures": _failures(trials),
-        "step_latency_ratio": _latency_ratio(trials, "prefetched"),
+        "trial_failures": failures_from_trials(trials, "fresh-process trials that failed"),
+        "step_latency_ratio": ratio_from_trials(trials, "prefetched", "prefetched over legacy, median step"),
     }
     limits = (
         _limit(
@@ -279,7 +245,7 @@ def _expansion(device: str) -> Parts:
         ),
         "killed_rank_is_named": Value(what="a killed rank gives a named error inside the deadline", value=True),
         "rollback_verified": Value(what="rollback to the rung before verified", value=True),
-        "trial_failures": _failures(trials),
+        "trial_failures": failures_from_trials(trials, "fresh-process trials that failed"),
         "scaling_efficiency": Value(what="throughput of 32 ranks against 32 x one rank", value=0.83)
         if device == "cuda"
         else Unmeasured(

@@ -81,6 +81,7 @@ def _trial(stage: str, device: str, position: int, place: tuple[str, str, int, i
         mfu=_on_cuda(device, FLOPS_PER_STEP["cuda"] / median / 989e12, "fraction"),
         peaks=peaks,
         memory=_memory_samples(position, has_pool, device) if block == "extra" else None,
+        loader_stats={"cap_bytes": CAP_BYTES, "pool_peak_bytes": int(41.5 * 2**20)} if has_pool else {},
         load_average=1.1,
     )
 

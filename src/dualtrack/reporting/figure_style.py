@@ -112,7 +112,9 @@ def save_figure(figure: Figure, frame: pd.DataFrame, folder: Path, name: str) ->
     """
     buffer = io.StringIO()
     with mpl.rc_context(STYLE):
-        FigureCanvasSVG(figure).print_figure(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        FigureCanvasSVG(figure).print_figure(
+            buffer, format="svg", metadata={"Title": str(figure.get_label()), "Date": None, "Creator": None}
+        )
     picture, data = folder / f"{name}.svg", folder / f"{name}.csv"
     write_atomically(data, frame_to_csv(frame).encode(), overwrite=True)
     write_atomically(picture, buffer.getvalue().encode(), overwrite=True)

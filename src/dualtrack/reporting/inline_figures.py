@@ -60,6 +60,15 @@ def inline_svg(svg: str, prefix: str, alternative_text: str) -> Markup:
     return Markup(ElementTree.tostring(root, encoding="unicode", short_empty_elements=True))
 
 
+def title_of(svg: str) -> str:
+    """Return the title that `save_figure` wrote into an SVG, or a plain word where it is missing."""
+    try:
+        found = ElementTree.fromstring(svg).find(".//{http://purl.org/dc/elements/1.1/}title")
+    except ElementTree.ParseError:
+        found = None
+    return found.text if found is not None and found.text else "Figure"
+
+
 def _clean(element: ElementTree.Element, prefix: str) -> None:
     element.tag = element.tag.removeprefix(_SVG)
     kept = {}

@@ -25,7 +25,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _ACTIVE_ELEMENTS = ("script", "link", "iframe", "object", "embed", "base", "form", "audio", "video", "source")
 # /dev, /proc and /sys are the same everywhere and say nothing about whose machine it was
 _ABSOLUTE_PATH = re.compile(
-    r"(?:file://)?(?<![\w.<:/~-])/(?!dev/|proc/|sys/)(?:[\w.+@~%-]+/)+(?P<name>[\w.+@~%-]*)|(?<!\w)[A-Za-z]:\\(?:[\w .+@~-]+\\)+(?P<file>[\w.+@~-]*)"
+    r"(?:file://|(?<![\w.<:/~-]))/(?!dev/|proc/|sys/)(?:[\w.+@~%-]+/)+(?P<name>[\w.+@~%-]*)|(?<!\w)[A-Za-z]:\\(?:[\w .+@~-]+\\)+(?P<file>[\w.+@~-]*)"
 )
 _QUOTED_PATH = re.compile(r"""(?<=["'])(?:/|[A-Za-z]:\\)[^"'\n]+(?=["'])""")
 

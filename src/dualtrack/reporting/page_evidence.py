@@ -1,6 +1,7 @@
 """Three blocks of the first screen: what was compared, why to trust it, and what stays open."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -187,9 +188,7 @@ def trust_items(
 ) -> tuple[TrustItem, ...]:
     """Return what lets a reviewer check the run without the machine that made it."""
     items = [
-        TrustItem(
-            term="Evidence root", value=evidence_root or NOT_COLLECTED, kind="digest" if evidence_root else "text"
-        ),
+        _root_item(evidence_root),
         TrustItem(term="Check it", value=f"dualtrack verify reports/{run_name}", kind="command"),
         _one_value("Frozen inputs", {record.frozen_inputs_digest[:16] for record in records.values()}, "digest"),
         *_conditions(records),
@@ -201,6 +200,16 @@ def trust_items(
         else "partial: " + ("run.json is missing" if summary is None else _unfinished(summary))
     )
     return (*items, TrustItem(term="Run", value=f"{how_far}; {_when(records, summary)}", is_bad=not is_complete))
+
+
+def _root_item(evidence_root: str | None) -> TrustItem:
+    is_digest = evidence_root is not None and re.fullmatch(r"[0-9a-f]{64}", evidence_root) is not None
+    return TrustItem(
+        term="Evidence root",
+        value=evidence_root or NOT_COLLECTED,
+        kind="digest" if is_digest else "text",
+        is_bad=not is_digest,
+    )
 
 
 def _one_value(term: str, values: set[str], kind: str = "text") -> TrustItem:

@@ -115,23 +115,28 @@ def plot_step_latency(trials: Sequence[Trial]) -> ReportFigure:
 
 
 def plot_series(series: Series) -> ReportFigure:
-    """Draw a series that a stage recorded; its title is the stage's own."""
+    """Draw a series that a stage recorded; its title is the stage's own, and bytes are drawn as MiB."""
+    y_label, scale = (
+        (series.y_label.replace("bytes", "MiB", 1), 2.0**-20)
+        if series.y_label.startswith("bytes")
+        else (series.y_label, 1.0)
+    )
     with mpl.rc_context(STYLE):
         figure, (panel,) = new_figure(series.title)
         for index, (name, points) in enumerate(series.lines.items()):
-            x, y = thin(np.array([point[0] for point in points]), np.array([point[1] for point in points]))
+            x, y = thin(np.array([point[0] for point in points]), scale * np.array([point[1] for point in points]))
             marker = MARKERS[index % len(MARKERS)] if len(points) <= 40 else ""
             style = "-" if index < len(CYCLE) else "--"
             panel.plot(x, y, style, color=CYCLE[index % len(CYCLE)], marker=marker, label=name)
         for name, bound in series.bounds.items():
-            panel.axhline(bound, color=LIMIT, linestyle="--", label=f"{name} {with_digits(bound)}")
+            panel.axhline(scale * bound, color=LIMIT, linestyle="--", label=f"{name} {with_digits(scale * bound)}")
         crosses = [x for points in series.lines.values() for x, _ in points]
         if crosses and min(crosses) > 0 and max(crosses) > 50 * min(crosses):
             panel.set_xscale("log")
             panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         panel.set_xlabel(series.x_label)
         lowest = min((y for points in series.lines.values() for _, y in points), default=0.0)
-        finish_panel(panel, series.y_label, from_zero=lowest >= 0)
+        finish_panel(panel, y_label, from_zero=lowest >= 0)
     return figure
 
 

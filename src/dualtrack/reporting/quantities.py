@@ -8,14 +8,12 @@ _EN_DASH = "\u2013"
 
 
 def with_digits(value: float, num_digits: int = 3) -> str:
-    """Return `value` with so many significant digits, thousands apart by commas, and no exponent between 0.001 and a million."""
+    """Return `value` with at least so many significant digits, thousands apart by commas, and no exponent between 0.0001 and a million."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    places = num_digits - 1 - math.floor(math.log10(abs(value)))
-    rounded = round(value, places)
-    if not 1e-3 <= abs(rounded) < 1e6:
-        return f"{value:.{num_digits - 1}e}"
-    return f"{rounded:,.{max(0, places)}f}"
+    rounded = f"{value:.{num_digits - 1}e}"
+    exponent = int(rounded.partition("e")[2])  # after rounding, so that 9.996 counts as 10.0
+    return f"{value:,.{max(0, num_digits - 1 - exponent)}f}" if -4 <= exponent < 6 else rounded
 
 
 def with_binary_prefix(num_bytes: float) -> str:

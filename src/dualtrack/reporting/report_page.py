@@ -19,6 +19,7 @@ from dualtrack.facts.errors import EvidenceError
 from dualtrack.facts.records import STAGES, RunSummary, StageRecord
 from dualtrack.reporting import quantities
 from dualtrack.reporting.inline_figures import inline_svg
+from dualtrack.reporting.manifest import LEDGER_NAME, MANIFEST_NAME, evidence_root
 from dualtrack.reporting.page_ledger import read_ledger
 from dualtrack.reporting.page_model import PageModel, build_page
 from dualtrack.reporting.page_states import slug
@@ -50,8 +51,15 @@ def write_page(run_folder: Path) -> Path:
         [record.ended_at for record in records.values()] + ([summary.ended_at] if summary is not None else []),
         default=None,
     )
-    ledger = read_ledger(run_folder / "ledger.jsonl", records, ended_at)
-    model = build_page(records, summary, unreadable=unreadable, ledger=ledger, folder=run_folder)
+    ledger = read_ledger(run_folder / LEDGER_NAME, records, ended_at)
+    model = build_page(
+        records,
+        summary,
+        unreadable=unreadable,
+        ledger=ledger,
+        evidence_root=_root_or_problem(run_folder),
+        folder=run_folder,
+    )
     page = render_page(model, figures, _raw_files(run_folder)).encode()
     if len(page) > MAX_PAGE_BYTES:
         raise EvidenceError(
@@ -125,6 +133,14 @@ def render_page(model: PageModel, figures: Mapping[str, list[dict[str, Any]]], r
     )
 
 
+def _root_or_problem(run_folder: Path) -> str:
+    """Return the evidence root, after the figures were drawn; a folder without evidence, or with a link in it, says so on the page."""
+    try:
+        return evidence_root(run_folder)
+    except EvidenceError as error:
+        return f"none: {error}"
+
+
 def _inlined(record: StageRecord, run_folder: Path) -> list[dict[str, Any]]:
     figures = []
     for name, (picture, title) in write_stage_figures(record, run_folder / "figures").items():
@@ -142,12 +158,15 @@ def _raw_files(run_folder: Path) -> list[dict[str, str]]:
         ("figures/*.csv", "plotted data"),
         ("figures/*.svg", "figure"),
         ("baseline/*.json", "baseline"),
+        ("bundles/*/*", "reproduction bundle"),
         ("run.json", "summary"),
-        ("ledger.jsonl", "ledger"),
     )
     found = [
         (kind, path.relative_to(run_folder).as_posix())
         for pattern, kind in kinds
         for path in sorted(run_folder.glob(pattern))
+        if path.is_file()
     ]
+    # the seal is written after the page, so its files are linked whether they are there yet or not
+    found += [("seal: digest of every file", MANIFEST_NAME), ("ledger of this run", LEDGER_NAME)]
     return [{"kind": kind, "address": address} for kind, address in found]
