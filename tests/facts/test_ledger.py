@@ -230,37 +230,48 @@ def test_two_writers_at_once_lose_nothing(ledger: Ledger) -> None:
     assert [number for number in found if number < 100] == list(range(20))
 
 
-@pytest.mark.parametrize("num_kills", [15, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [16, pytest.param(200, marks=pytest.mark.full)])
 def test_kill_9_while_writing_keeps_every_acknowledged_entry(
     ledger: Ledger, num_kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes are written one by one, so that most kills fall into the middle of a line."""
+    """Every other kill falls after a drawn number of bytes, the rest at any moment; bytes are written one by one to widen the window."""
+    chance, acknowledged, num_torn = random.Random(7), 0, 0
+    for number in range(num_kills):
+        bytes_to_live = chance.randrange(1, 700) if number % 2 else 10**9
 
-    def write_slowly(descriptor: int, content: bytes) -> None:
-        for place in range(len(content)):
-            os.write(descriptor, content[place : place + 1])
+        def write_slowly(descriptor: int, content: bytes, left: list[int] = [bytes_to_live]) -> None:  # noqa: B006 (the child's own count)
+            for place in range(len(content)):
+                os.write(descriptor, content[place : place + 1])
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(ledger_module, "_write_all", write_slowly)
-    chance, acknowledged, torn = random.Random(7), 0, 0
-    for _ in range(num_kills):
-        reader, writer = os.pipe()
-
-        def write_on(first: int = acknowledged + 1, writer: int = writer) -> None:
-            for number in range(first, first + 10_000):
-                ledger.append(epochs(number))
-                os.write(writer, b".")
-
-        child = in_child(write_on)
-        os.close(writer)
-        time.sleep(chance.uniform(0.001, 0.02))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with os.fdopen(reader, "rb") as stream:
-            acknowledged += len(stream.read())
-        content = ledger.path.read_bytes() if ledger.path.exists() else b""
-        torn += not content.endswith(b"\n") and content != b""
+        monkeypatch.setattr(ledger_module, "_write_all", write_slowly)
+        acknowledged += count_until_killed(
+            ledger, acknowledged + 1, chance.uniform(0.001, 0.02) if number % 2 == 0 else 60.0
+        )
+        num_torn += not ledger.path.read_bytes().endswith(b"\n") if ledger.path.exists() else 0
         found = numbers(ledger)
         # the entry that was on its way may be there too, whole
         assert found in (list(range(1, acknowledged + 1)), list(range(1, acknowledged + 2)))
         acknowledged = len(found)
-    assert torn > 0, "no kill fell into a line; the test shows nothing"
+    assert num_torn > num_kills // 4, "hardly a kill fell into a line; the test shows little"
+
+
+def count_until_killed(ledger: Ledger, first: int, seconds: float) -> int:
+    """Append entries in a child until it is killed, by itself or after `seconds`; return how many it acknowledged."""
+    reader, writer = os.pipe()
+
+    def write_on() -> None:
+        for number in range(first, first + 10_000):
+            ledger.append(epochs(number))
+            os.write(writer, b".")
+
+    child = in_child(write_on)
+    os.close(writer)
+    if seconds < 1:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as stream:
+        return len(stream.read())

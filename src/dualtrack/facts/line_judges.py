@@ -172,7 +172,8 @@ def _maximum(seen: Maximum, limit: Limit) -> Judgement:
     if any(math.isnan(value) for value in seen.values) or math.isnan(bound):
         return Judgement(State.INCONCLUSIVE, f"one of {num} values is NaN", num=num)
     largest, smallest = max(seen.values), min(seen.values)
-    text = f"largest {largest:,.6g} {seen.unit} of {num} (smallest {smallest:,.6g})"
+    unit = "" if seen.unit == "fraction" else f" {seen.unit}"
+    text = f"largest {largest:,.6g}{unit} of {num} {'value' if num == 1 else 'values'} (smallest {smallest:,.6g})"
     return Judgement(
         _compared(largest, limit, bound), text, _rounded(largest), (_rounded(smallest), _rounded(largest)), num
     )

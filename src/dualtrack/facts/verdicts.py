@@ -173,7 +173,7 @@ def _conclude(lines: list[GateLine], observations: Mapping[str, Observation], de
 def _promote_action(exempt: Sequence[GateLine]) -> str:
     missing = ", ".join(line.observation for line in exempt)
     elsewhere = f" Run the stage on a CUDA device for {missing}." if missing else ""
-    return f"Promote the stage with `dualtrack promote`.{elsewhere}"
+    return f"Nothing is open here; `dualtrack promote` may go on from this stage.{elsewhere}"
 
 
 def _next_action(line: GateLine, observations: Mapping[str, Observation]) -> str:

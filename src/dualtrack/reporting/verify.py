@@ -126,8 +126,8 @@ def _load_records(run_folder: Path, records: dict[str, StageRecord]) -> Iterator
         elif stage in STAGES:
             try:
                 record = StageRecord.load(path)
-            except EvidenceError as error:
-                yield f"records/{str(error).splitlines()[0]}"
+            except (EvidenceError, ValueError, KeyError) as error:
+                yield f"records/{path.name}: {str(error).splitlines()[0].removeprefix(f'{path.name}: ')}"
                 continue
             if record.stage != stage:
                 yield f"records/{path.name}: holds the record of {record.stage}"
