@@ -3,12 +3,11 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NICE_ENV := MPLBACKEND=Agg PYTHONDONTWRITEBYTECODE=
 
 # The environment is current when this file is newer than the pins and the package's own requirements.
 STAMP := $(VENV)/.current
 
-.PHONY: report test test-full check lab benchmark environment browser clean
+.PHONY: report test test-full check lab notebooks environment browser clean
 
 report: $(STAMP)  ## run the whole workbook on the bundled digits and print the report's path
 	@$(BIN)/dualtrack run
@@ -45,3 +44,6 @@ browser: $(STAMP)
 
 clean:  ## remove interactive runs and caches; runs under reports/ that are complete stay
 	@$(BIN)/dualtrack clean
+
+notebooks: $(STAMP)  ## run each notebook on its small defaults and store its outputs; look at the difference before committing
+	@for notebook in notebooks/[0-4]_*.ipynb; do $(BIN)/dualtrack store-outputs $$notebook || exit 1; done

@@ -230,6 +230,21 @@ def report(root: Path | None, run: str) -> None:
 
 @main.command()
 @ROOT_OPTION
+@click.argument("notebooks", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def store_outputs(root: Path | None, notebooks: tuple[Path, ...]) -> None:
+    """Run notebooks on their defaults and store the outputs in place, for nbval to compare with later."""
+    from dualtrack.running.notebook_execution import store_default_outputs
+
+    project = find_project(root)
+    for notebook in notebooks:
+        ending = store_default_outputs(notebook, project.root)
+        click.echo(f"{notebook.name}: {ending.kind} {ending.detail}")
+        if ending.kind != "completed":
+            sys.exit(EXIT_FAILED)
+
+
+@main.command()
+@ROOT_OPTION
 @click.option("--all", "everything", is_flag=True, help="Remove complete runs too.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clean(root: Path | None, everything: bool, yes: bool) -> None:

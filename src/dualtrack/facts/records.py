@@ -12,9 +12,15 @@ from pydantic import AwareDatetime, Field
 from dualtrack.facts.digests import sha256_json
 from dualtrack.facts.durable_files import write_atomically
 from dualtrack.facts.errors import EvidenceError
-from dualtrack.facts.observations import Equality, Fact, GateVerdict, Limit, Observation, Value
+from dualtrack.facts.observations import Fact, Failures, GateVerdict, Limit, Maximum, Observation, Ratio
 
 SCHEMA_VERSION = 1
+UNSTABLE_FIELDS = {
+    "first_divergence",
+    "largest_error",
+    "error",
+    "reason",
+}  # figures and messages, which change from run to run
 STAGES = ("0_freeze_baseline", "1_pinned_pool", "2_stream_prefetcher", "3_ddp_expansion", "4_migration_report")
 CORE_CHANGE = {
     "0_freeze_baseline": "none: legacy pipeline recorded",
@@ -166,10 +172,11 @@ class StageRecord(Fact):
         states = {line.observation: line.state for line in self.verdict.lines}
         counts: dict[str, Any] = {}
         for key in sorted(self.stable_keys):
-            seen = self.observations[key]
-            if not isinstance(seen, Equality | Value):
+            seen = self.observations.get(key)
+            if isinstance(seen, Ratio | Maximum | Failures):
                 raise ValueError(f"{key}: expected an equality or a value among the stable keys, got {seen.kind}")
-            counts[key] = [seen.model_dump(mode="json", exclude={"first_divergence", "largest_error"}), states.get(key)]
+            plain = seen.model_dump(mode="json", exclude=UNSTABLE_FIELDS) if seen is not None else None
+            counts[key] = [plain, states.get(key)]
         return sha256_json([self.stage, self.workload, self.frozen_inputs_digest, self.settings_digest, counts])
 
     def save(self, path: Path) -> None:

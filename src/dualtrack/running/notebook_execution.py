@@ -88,6 +88,25 @@ def execute_notebook(
     return ending
 
 
+def store_default_outputs(notebook: Path, root: Path) -> Ending:
+    """Run a notebook on its own defaults and store its outputs in place, without the marks that papermill leaves; nbval compares with them."""
+    with tempfile.TemporaryDirectory(prefix="dualtrack-notebook-") as scratch:
+        executed = Path(scratch) / notebook.name
+        ending = execute_notebook(notebook, executed, {}, root=root, timeout_seconds=600.0)
+        if ending.kind != "completed":
+            return ending
+        content = nbformat.read(executed, as_version=4)
+    content.metadata.pop("papermill", None)
+    content.metadata["language_info"] = {"name": "python"}
+    for cell in content.cells:
+        for mark in ("papermill", "execution"):
+            cell.metadata.pop(mark, None)
+        if not cell.metadata.get("tags"):
+            cell.metadata.pop("tags", None)
+    write_atomically(notebook, nbformat.writes(content).encode() + b"\n", overwrite=True)
+    return ending
+
+
 def require_parameters_cell(source: Path) -> None:
     """Check that the first code cell is tagged `parameters`.
 
@@ -223,7 +242,11 @@ def _watching_engine() -> Any:
             cls, nb_man: Any, kernel_name: str, *, start_timeout: int = 60, execution_timeout: Any = None, **rest: Any
         ) -> Any:
             client = WatchedClient(
-                nb_man, timeout=execution_timeout, startup_timeout=start_timeout, kernel_name=kernel_name, config=KERNEL_CONFIG
+                nb_man,
+                timeout=execution_timeout,
+                startup_timeout=start_timeout,
+                kernel_name=kernel_name,
+                config=KERNEL_CONFIG,
             )
             return client.execute()
 

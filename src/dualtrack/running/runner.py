@@ -17,7 +17,7 @@ from dualtrack.facts.derivations import combine_stable_digests
 from dualtrack.facts.digests import sha256_file
 from dualtrack.facts.durable_files import write_atomically
 from dualtrack.facts.errors import EvidenceError
-from dualtrack.facts.frozen_inputs import load_manifest
+from dualtrack.facts.frozen_inputs import LIMITS_FILE, MANIFEST_FILE, load_manifest
 from dualtrack.facts.observations import State
 from dualtrack.facts.project import Project
 from dualtrack.facts.records import STAGES, RunSummary, StageRecord
@@ -77,6 +77,7 @@ class WorkbookRun:
                 break
         complete = all(self.states[stage] in SETTLED for stage in stages) and tuple(stages) == STAGES
         summary = self._write_summary(complete)
+        self._keep_frozen_facts()
         self._build_pages()
         self._conclude(summary, stopped)
         return summary.exit_code
@@ -173,7 +174,7 @@ class WorkbookRun:
             thread.join()
 
     def _write_summary(self, complete: bool) -> RunSummary:
-        records = {stage: read_finished(self.folder, stage) for stage, state in self.states.items() if state in SETTLED}
+        records = [read_finished(self.folder, stage) for stage, state in self.states.items() if state in SETTLED]
         summary = RunSummary(
             run=self.folder.name, workload=self.workload, started_at=self.started_at, ended_at=datetime.now(UTC), stages=self.states,
             seconds=self.seconds, complete=complete, exit_code=self._exit_code(complete), parameters=self.parameters,
@@ -189,6 +190,13 @@ class WorkbookRun:
         if not complete:
             return EXIT_INCOMPLETE
         return EXIT_UNDECIDED if states & {State.INCONCLUSIVE.value, State.NOT_MEASURED.value} else EXIT_PASSED
+
+    def _keep_frozen_facts(self) -> None:
+        """Copy manifest and limits into the run, so that it can be verified without the project."""
+        source = self.project.frozen_folder(self.workload)
+        for name in (MANIFEST_FILE, LIMITS_FILE):
+            if (source / name).is_file():
+                write_atomically(self.folder / "frozen" / name, (source / name).read_bytes(), overwrite=True)
 
     def _build_pages(self) -> None:
         for notebook in sorted((self.folder / "notebooks").glob("*.ipynb")):

@@ -44,7 +44,7 @@ def run_memory_stage(run: StageRun) -> StageRecord:
         series.repeat("pinned", 3, "extra")
     findings.trials = series.trials
     shares = [probe.pool_peak_bytes / probe.cap_bytes for probe in probes.values()]
-    add_trial_observations(findings, "pooled", sizes, shares)
+    add_trial_observations(run, findings, "pooled", sizes, shares)
     findings.rollback = execute_rollback(run, "pooled", sizes)
     findings.observations["rollback_verified"] = Value(
         what="rollback to legacy executed and checked", value=findings.rollback.verified
@@ -75,7 +75,7 @@ def compare_with_frozen(run: StageRun, findings: Findings, path: str, sizes: Poo
 
 
 def add_trial_observations(
-    findings: Findings, track: str, sizes: PoolSizes, other_shares: Sequence[float] = ()
+    run: StageRun, findings: Findings, track: str, sizes: PoolSizes, other_shares: Sequence[float] = ()
 ) -> None:
     """Derive the observations that follow from the trials: pool peak over cap, late allocations, failures, step latency."""
     mine = [trial for trial in findings.trials if trial.track == track and trial.loader_stats]
@@ -87,7 +87,9 @@ def add_trial_observations(
         ),
         "allocations_after_warmup": Value(what="slab allocations in steady state", value=late),
         "trial_failures": failures_from_trials(findings.trials, f"legacy and {track} runs"),
-        "step_latency_ratio": ratio_from_trials(findings.trials, track, f"{track} over legacy, median step"),
+        "step_latency_ratio": ratio_from_trials(
+            findings.trials, track, f"{track} over legacy, median step", floor_trials=run.floor_trials()
+        ),
     }
 
 

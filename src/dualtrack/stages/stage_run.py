@@ -89,6 +89,11 @@ class StageRun:
                 return found
         return None
 
+    def floor_trials(self) -> tuple[Trial, ...]:
+        """Return the trials of stage 0 in this run's folder, legacy against legacy; empty where stage 0 did not run here."""
+        path = self.folder / "records" / "0_freeze_baseline.json"
+        return StageRecord.load(path).trials if path.is_file() else ()
+
 
 def open_stage(stage: str, settings: StageSettings, run_folder: str = "", root: str | Path | None = None) -> StageRun:
     """Check that the stage may run here, verify the frozen inputs, and collect the conditions.
