@@ -29,6 +29,8 @@ class Entry(NamedTuple):
     """Type, and for a container its size or keys."""
     content: Any = None
     """The tensor, or the value."""
+    device: str = ""
+    """Where a tensor was when it was listed; a stored one is on the CPU now."""
 
 
 class LeafDifference(Fact):
@@ -115,11 +117,17 @@ def _list_tensor(tensor: torch.Tensor, path: str, what: str) -> Iterator[Entry]:
         for place, part in enumerate(tensor.unbind()):
             yield from _list_tensor(part, f"{path}.parts[{place}]", what)
     elif tensor.layout is torch.strided:
-        yield Entry(path, "tensor", f"{what}, requires_grad" if tensor.requires_grad else what, tensor.detach())
+        yield Entry(
+            path,
+            "tensor",
+            f"{what}, requires_grad" if tensor.requires_grad else what,
+            tensor.detach(),
+            str(tensor.device),
+        )
     else:
         yield Entry(path, "container", f"{what}, {tensor.layout}, {list(tensor.shape)}")
         for name, part in _sparse_parts(tensor.detach()).items():
-            yield Entry(f"{path}.{name}", "tensor", what, part)
+            yield Entry(f"{path}.{name}", "tensor", what, part, str(part.device))
 
 
 def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -172,7 +180,7 @@ def _compare_form(expected: Entry, found: Entry) -> LeafDifference | None:
         ("dtype", one.dtype, other.dtype),
         ("shape", list(one.shape), list(other.shape)),
         ("strides", _telling_strides(one), _telling_strides(other)),
-        ("device", str(one.device), str(other.device)),
+        ("device", expected.device, found.device),
     )
     return next((_differ(expected, kind, str(a), str(b)) for kind, a, b in checks if a != b), None)
 
