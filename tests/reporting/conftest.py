@@ -7,6 +7,7 @@ import pytest
 from example_run import write_example_run
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from dualtrack.reporting.manifest import write_manifest
 from dualtrack.reporting.report_page import write_page
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -31,13 +32,14 @@ class OpenPage:
 
 @pytest.fixture(scope="session")
 def example_pages(tmp_path_factory):
-    """Write each kind of run once, page included, and hand out its folder."""
+    """Write each kind of run once, page and seal included, and hand out its folder."""
     reports, made = tmp_path_factory.mktemp("reports"), {}
 
     def folder_of(kind):
         if kind not in made:
             made[kind] = write_example_run(reports, kind)
             write_page(made[kind])
+            write_manifest(made[kind])
         return made[kind]
 
     return folder_of

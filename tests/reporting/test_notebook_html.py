@@ -69,7 +69,9 @@ def test_page_carries_no_network_reference_whatever_the_cells_bring(render):
 
 
 def test_inputs_are_folded_and_can_be_opened_without_script(render):
-    page = BeautifulSoup(render(new_code_cell("import numpy\nvalue = 1", execution_count=3)), "html.parser")
+    page = BeautifulSoup(
+        render(new_code_cell("# Parameters\nimport numpy\nvalue = 1", execution_count=3)), "html.parser"
+    )
     details = page.find("details")
     assert details.has_attr("open") is False
     assert details.summary.get_text() == "Code [3]: import numpy"
@@ -109,6 +111,7 @@ def test_machine_paths_are_taken_out_of_outputs_tracebacks_and_injected_paramete
         ("</td></tr>", "</td></tr>"),
         ("samples/s and 3/4", "samples/s and 3/4"),
         (r"C:\Users\ada\run\x.py", "…/x.py"),
+        ("<environment>/lib/x/y.py and <td>/Users/a/b.py", "<environment>/lib/x/y.py and <td>…/b.py"),
         ("/proc/self/status", "/proc/self/status"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from bs4 import BeautifulSoup
 from example_records import example_records
 from example_run import KINDS
-from example_trials import START
+from example_trials import START, example_trials
 
 from dualtrack.facts.derivations import table_rows
 from dualtrack.facts.errors import EvidenceError
@@ -227,7 +227,10 @@ def test_a_dirty_tree_and_stages_that_disagree_stand_out():
     changed = records["1_pinned_pool"].model_copy(update={"conditions": dirty, "frozen_inputs_digest": "0" * 64})
     items = {item.term: item for item in model_of({**records, "1_pinned_pool": changed}).trust}
     assert items["Code"].is_bad
-    assert "dirty: 2 changed, 1 untracked, difference ffffffffffff" in items["Code"].value
+    assert items["Code"].value == "changed during the run: commit 4f1c09d2a7b3; clean, dirty; see Conditions"
+    alone = {item.term: item for item in model_of({"1_pinned_pool": changed}).trust}["Code"]
+    assert alone.is_bad
+    assert alone.value == "commit 4f1c09d2a7b3, dirty: 2 changed, 1 untracked, difference ffffffffffff"
     assert items["Frozen inputs"].is_bad
     assert items["Frozen inputs"].value.startswith("differs between stages")
 
@@ -319,6 +322,58 @@ def test_promotions_and_rollbacks_come_from_the_run_s_ledger(run):
     write_page(folder)
     assert "Promoted through stage 1, active path: pooled" in words(soup_of(folder).select_one(".verdict"))
     assert "rolled back" in words(soup_of(folder).select(".strip li")[2])
+
+
+def test_a_rehearsed_rollback_of_a_stage_that_was_never_promoted_takes_nothing_back(run):
+    folder = run("cpu only")
+    rehearsal = RollbackEntry(
+        at=START,
+        stage="1_pinned_pool",
+        from_path="pooled",
+        to_path="legacy",
+        who="stage 1",
+        why="rehearsal",
+        verified=True,
+    )
+    Ledger(folder / "ledger.jsonl").append(rehearsal)
+    write_page(folder)
+    assert "rolled back" not in words(soup_of(folder).select_one(".strip"))
+
+
+def test_two_wild_runs_give_no_interval_worth_reading():
+    trials = example_trials(
+        "1_pinned_pool",
+        "cpu",
+        [
+            ("paired", "legacy", 0, 1),
+            ("paired", "pooled", 0, 1),
+            ("paired", "pooled", 1, 1),
+            ("paired", "legacy", 1, 1),
+        ],
+    )
+    slow = trials[1].model_copy(update={"step_seconds": tuple(50 * step for step in trials[1].step_seconds)})
+    record = example_records()["1_pinned_pool"].model_copy(update={"trials": (trials[0], slow, *trials[2:])})
+    latency = model_of({"1_pinned_pool": record}).results[1].cells[2]
+    assert latency.spread == "interval over 100-fold"
+    assert "(interval over 100-fold)" in latency.change
+
+
+def test_conditions_name_what_differs_between_stages(run):
+    folder = run("cpu only")
+    path = folder / "records" / "2_stream_prefetcher.json"
+    record = StageRecord.load(path)
+    warmer = json.loads(json.dumps(record.conditions))
+    warmer["before"]["load"]["load_average_1"] = 7.5
+    path.unlink()
+    record.model_copy(update={"conditions": warmer}).save(path)
+    write_page(folder)
+    section = soup_of(folder).select_one("#conditions")
+    assert "1 of 19 facts differ" in words(section)
+    assert (
+        words(section.select_one("tbody tr"))
+        == "load load_average_1 stage 0: 0.4; stage 1: 0.4; stage 2: 7.5; stage 3: 0.4; stage 4: 0.4"
+    )
+    assert "gpu name not collected" in words(section.select("table")[1])
 
 
 def test_a_damaged_ledger_grants_nothing(run):

@@ -25,7 +25,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _ACTIVE_ELEMENTS = ("script", "link", "iframe", "object", "embed", "base", "form", "audio", "video", "source")
 # /dev, /proc and /sys are the same everywhere and say nothing about whose machine it was
 _ABSOLUTE_PATH = re.compile(
-    r"(?:file://|(?<![\w.<:/~-]))/(?!dev/|proc/|sys/)(?:[\w.+@~%-]+/)+(?P<name>[\w.+@~%-]*)|(?<!\w)[A-Za-z]:\\(?:[\w .+@~-]+\\)+(?P<file>[\w.+@~-]*)"
+    r"(?P<kept><(?:project|source|environment|python|home|temporary)>[^\s\"']*)|(?:file://|(?<![\w.<:/~-]))/(?!dev/|proc/|sys/)(?:[\w.+@~%-]+/)+(?P<name>[\w.+@~%-]*)|(?<!\w)[A-Za-z]:\\(?:[\w .+@~-]+\\)+(?P<file>[\w.+@~-]*)"
 )
 _QUOTED_PATH = re.compile(r"""(?<=["'])(?:/|[A-Za-z]:\\)[^"'\n]+(?=["'])""")
 
@@ -52,7 +52,7 @@ def notebook_to_html(ipynb: Path, out: Path) -> None:
 
 def without_machine_paths(text: str) -> str:
     """Return `text` with every absolute path shortened to its last part: `/home/me/run/pool.py` becomes `…/pool.py`."""
-    return _ABSOLUTE_PATH.sub(lambda found: f"…/{found['name'] or found['file'] or ''}", text)
+    return _ABSOLUTE_PATH.sub(lambda found: found["kept"] or f"…/{found['name'] or found['file'] or ''}", text)
 
 
 def capped(text: str, num_most: int = MAX_STREAM_LINES) -> str:
@@ -126,6 +126,6 @@ def _quieten(body: str) -> str:
 
 
 def _first_line(source: str) -> str:
-    """Return the first line of a cell that says something, for the folded view."""
+    """Return the first line of a cell that does something, for the folded view."""
     lines = [line.strip() for line in source.splitlines() if line.strip()]
-    return lines[0][:100] if lines else ""
+    return next((line for line in lines if not line.startswith("#")), lines[0] if lines else "")[:100]

@@ -1,6 +1,5 @@
 """Three blocks of the first screen: what was compared, why to trust it, and what stays open."""
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -227,10 +226,7 @@ def _one_value(term: str, values: set[str], kind: str = "text") -> TrustItem:
 
 def _conditions(records: Mapping[str, StageRecord]) -> Iterator[TrustItem]:
     befores: list[Mapping[str, Any]] = [record.conditions.get("before") or {} for record in records.values()]
-    code = _one_value("Code", {_code_text(_group(before, "code")) for before in befores})
-    yield dataclasses.replace(
-        code, is_bad=code.is_bad or any(_group(before, "code").get("state") == "dirty" for before in befores)
-    )
+    yield _code_item([_group(before, "code") for before in befores])
     yield _one_value("Environment", {_environment_text(before) for before in befores})
     yield TrustItem(
         term="Hardware", value="; ".join(sorted({_hardware_text(before) for before in befores})) or NOT_COLLECTED
@@ -241,6 +237,21 @@ def _group(before: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a group of conditions; one that could not be collected is a word instead of a mapping."""
     group = before.get(name)
     return group if isinstance(group, Mapping) else {}
+
+
+def _code_item(codes: list[Mapping[str, Any]]) -> TrustItem:
+    """Return commit and state of the code; a changed tree, or one that changed during the run, is a fault."""
+    texts = {_code_text(code) for code in codes}
+    is_bad = len(texts) > 1 or any(code.get("state") == "dirty" for code in codes)
+    if len(texts) <= 1:
+        return TrustItem(term="Code", value=next(iter(texts), NOT_COLLECTED), is_bad=is_bad)
+    commits = sorted({str(code.get("commit", NOT_COLLECTED))[:12] for code in codes})
+    states = sorted({str(code.get("state", NOT_COLLECTED)) for code in codes})
+    return TrustItem(
+        term="Code",
+        value=f"changed during the run: commit {', '.join(commits)}; {', '.join(states)}; see Conditions",
+        is_bad=is_bad,
+    )
 
 
 def _code_text(code: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from dualtrack.facts.errors import LedgerError
-from dualtrack.facts.ledger import Entry, Ledger, RollbackEntry, Waiver
+from dualtrack.facts.ledger import Entry, Ledger, Promotion, RollbackEntry, Waiver
 from dualtrack.facts.records import StageRecord
 from dualtrack.facts.verdicts import blocks
 
@@ -46,7 +46,7 @@ def read_ledger(path: Path, records: Mapping[str, StageRecord], at: datetime | N
     }
     return LedgerFacts(
         promoted=promoted,
-        rolled_back=_rolled_back(entries) - promoted,
+        rolled_back=_rolled_back(entries),
         waived=frozenset(stage for stage, record in records.items() if _is_waived(record, valid)),
         waivers=tuple(_in_words(waiver, (waiver.stage, waiver.observation) in valid) for waiver in waivers),
         active_path=ledger.active_path(),
@@ -59,7 +59,17 @@ def _is_waived(record: StageRecord, valid: set[tuple[str, str]]) -> bool:
 
 
 def _rolled_back(entries: tuple[Entry, ...]) -> frozenset[str]:
-    return frozenset(entry.stage for entry in entries if isinstance(entry, RollbackEntry))
+    """Return the stages that were promoted and are no longer; a rehearsal of a stage that never was promoted takes nothing back."""
+    promoted: set[str] = set()
+    taken_back: set[str] = set()
+    for entry in entries:
+        if isinstance(entry, Promotion):
+            promoted.add(entry.stage)
+            taken_back.discard(entry.stage)
+        elif isinstance(entry, RollbackEntry):
+            taken_back |= {stage for stage in promoted if stage >= entry.stage}
+            promoted -= taken_back
+    return frozenset(taken_back)
 
 
 def _in_words(waiver: Waiver, holds: bool) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dualtrack.facts.observations import GateLine, State
 from dualtrack.facts.records import RunSummary, StageRecord, Trial
+from dualtrack.reporting.page_conditions import ConditionRow, condition_rows
 from dualtrack.reporting.page_evidence import (
     EquivalenceRow,
     Rehearsal,
@@ -81,6 +82,7 @@ class PageModel:
     risks: tuple[Risk, ...]
     rehearsals: tuple[Rehearsal, ...]
     sections: tuple[StageSection, ...]
+    conditions: tuple[ConditionRow, ...]
 
 
 def build_page(
@@ -120,6 +122,7 @@ def build_page(
         trust=trust_items(records, summary, run, evidence_root),
         risks=open_risks(records, statuses, ledger),
         rehearsals=rehearsals(records),
+        conditions=condition_rows(records),
         sections=tuple(_section(status, records[status.stage]) for status in statuses if status.stage in records),
     )
 
@@ -207,8 +210,10 @@ def _unfinished(status: StageStatus, name: str, promoted: str, run: str) -> Verd
         headline=name,
         promoted=promoted,
         lines=(
-            VerdictLine(what="What was seen last", statistic=status.detail or "no record of this stage"),
-            VerdictLine(what="The run is partial: this stage and those after it have shown nothing"),
+            VerdictLine(what="What was seen last", statistic=status.detail)
+            if status.detail
+            else VerdictLine(what="This stage was not started"),
+            VerdictLine(what="The run is partial: this stage has shown nothing"),
         ),
         next_action=next_action,
         commands=(f"dualtrack run --resume {run}",),

@@ -12,6 +12,7 @@ from dualtrack.facts.result_table import TableCell, TableRow
 from dualtrack.reporting.page_states import GATED_STAGES, TITLES, StageStatus
 from dualtrack.reporting.quantities import range_beside, with_digits, with_unit
 
+WIDEST_SHOWN = 100
 METRICS = ("MFU", "Pinned peak", "Step latency", "Crash rate")
 
 
@@ -73,15 +74,20 @@ def _cell(metric: str, cell: TableCell) -> ResultCell:
     if cell.counted == "processes":
         bound = f"at most {with_digits(100 * cell.high)} %" if cell.high is not None else ""
         return ResultCell(metric=metric, value=f"{cell.value:.0f} of {cell.num:,}", spread=bound, num="fresh processes")
-    spread = (
-        range_beside(cell.low, cell.high, cell.value, cell.unit)
-        if cell.low is not None and cell.high is not None
-        else "no interval"
-    )
+    spread = _interval(cell.low, cell.high, cell.value, cell.unit)
     num, change = f"n = {cell.num:,} {cell.counted}", ""
     if cell.change is not None:
         change = with_digits(cell.change.ratio)
         if cell.change.low is not None and cell.change.high is not None:
-            change += f" ({range_beside(cell.change.low, cell.change.high, cell.change.ratio, '')})"
+            change += f" ({_interval(cell.change.low, cell.change.high, cell.change.ratio, '')})"
             num = f"n = {cell.change.num:,} pairs"
     return ResultCell(metric=metric, value=with_unit(cell.value, cell.unit), spread=spread, num=num, change=change)
+
+
+def _interval(low: float | None, high: float | None, value: float, unit: str) -> str:
+    """Return an interval beside its value; two noisy runs can give one over many orders of magnitude, which says only that."""
+    if low is None or high is None:
+        return "no interval"
+    if low > 0 and high / low > WIDEST_SHOWN:
+        return f"interval over {WIDEST_SHOWN}-fold"
+    return range_beside(low, high, value, unit)
