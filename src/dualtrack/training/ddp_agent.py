@@ -20,7 +20,7 @@ from typing import Any
 from dualtrack.training.rank_guard import LAUNCHER_GONE_EXIT_CODE
 from dualtrack.training.rank_processes import end_group
 
-PRELOAD = ("torch", "torch._dynamo", "torch._inductor.config", "dualtrack.training.ddp_worker")
+PRELOAD = ("torch", "torch._dynamo", "torch._inductor.config", "dualtrack.training.ddp_worker", "dualtrack.training.rank_tasks")
 """DDP's constructor imports `torch._dynamo` in every process: 1.3 s of CPU a rank, measured on 2 cores, unless the forkserver has done it."""
 
 
