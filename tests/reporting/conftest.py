@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from example_run import write_example_run
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from dualtrack.reporting.manifest import write_manifest
 from dualtrack.reporting.report_page import write_page
@@ -64,22 +64,41 @@ def open_page(browser: Browser):
     def open_file(path, width=1366, height=768, scheme="light", **options):
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
         contexts.append(context)
-        opened = OpenPage(page=context.new_page())
-
-        def judge(route):
-            address = route.request.url
-            if address.startswith(("file:", "data:")):
-                route.continue_()
-            else:
-                opened.requests.append(address)
-                route.abort()
-
-        context.route("**/*", judge)
-        opened.page.on("console", lambda message: opened.console.append(message.text))
-        opened.page.on("pageerror", lambda error: opened.console.append(str(error)))
-        opened.page.goto(path.as_uri(), wait_until="load")
-        return opened
+        return open_in(context, path)
 
     yield open_file
     for context in contexts:
         context.close()
+
+
+@pytest.fixture(scope="session")
+def small_laptop(browser: Browser, example_pages):
+    """Each kind of page, opened once on 1366 x 768 and shared by the tests that only look."""
+    context, opened = browser.new_context(viewport={"width": 1366, "height": 768}, color_scheme="light"), {}
+
+    def page_of(kind):
+        if kind not in opened:
+            opened[kind] = open_in(context, example_pages(kind) / "index.html")
+        return opened[kind]
+
+    yield page_of
+    context.close()
+
+
+def open_in(context: BrowserContext, path: Path) -> OpenPage:
+    """Open a file in a new page of `context`, with its console and its requests recorded."""
+    opened = OpenPage(page=context.new_page())
+
+    def judge(route):
+        address = route.request.url
+        if address.startswith(("file:", "data:")):
+            route.continue_()
+        else:
+            opened.requests.append(address)
+            route.abort()
+
+    opened.page.route("**/*", judge)
+    opened.page.on("console", lambda message: opened.console.append(message.text))
+    opened.page.on("pageerror", lambda error: opened.console.append(str(error)))
+    opened.page.goto(path.as_uri(), wait_until="load")
+    return opened

@@ -12,11 +12,12 @@ FIRST_SCREEN = (".verdict", ".strip", ".results", ".equivalence", ".trust", ".ri
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_page_opens_without_a_console_message_or_a_request(kind, example_pages, open_page):
-    opened = open_page(example_pages(kind) / "index.html")
+def test_page_opens_without_a_console_message_or_a_request(kind, small_laptop):
+    opened = small_laptop(kind)
     opened.page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
     assert opened.console == []
     assert opened.requests == []
+    opened.page.evaluate("window.scrollTo(0, 0)")
 
 
 def test_a_reference_that_slipped_in_would_be_seen(example_pages, open_page, tmp_path):
@@ -34,8 +35,8 @@ def test_a_reference_that_slipped_in_would_be_seen(example_pages, open_page, tmp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_first_screen_is_whole_without_scrolling_on_a_small_laptop(kind, example_pages, open_page):
-    page = open_page(example_pages(kind) / "index.html").page
+def test_first_screen_is_whole_without_scrolling_on_a_small_laptop(kind, small_laptop):
+    page = small_laptop(kind).page
     for block in FIRST_SCREEN:
         box = page.locator(block).first.bounding_box()
         assert box is not None, block
@@ -59,9 +60,8 @@ def test_page_never_scrolls_sideways(width, height, example_pages, open_page):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_link_leads_to_a_file_or_a_place_on_the_page(kind, example_pages, open_page):
-    folder = example_pages(kind)
-    page = open_page(folder / "index.html").page
+def test_every_link_leads_to_a_file_or_a_place_on_the_page(kind, small_laptop):
+    page = small_laptop(kind).page
     links = page.eval_on_selector_all("a[href]", "links => links.map(link => link.href)")
     assert len(links) > 10
     for link in links:
@@ -73,7 +73,9 @@ def test_every_link_leads_to_a_file_or_a_place_on_the_page(kind, example_pages, 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", ["passed", "failed gate", "crashed"])
+@pytest.mark.parametrize(
+    "kind", ["failed gate", *(pytest.param(kind, marks=pytest.mark.full) for kind in KINDS if kind != "failed gate")]
+)
 def test_axe_finds_no_serious_accessibility_fault(kind, scheme, example_pages, open_page):
     page = open_page(example_pages(kind) / "index.html", scheme=scheme).page
     page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
