@@ -37,7 +37,9 @@ class FakeEvent:
 class FakePageLock:
     """A driver that keeps a list, and refuses from the n-th call on or above a size."""
 
-    def __init__(self, fail_at_call: int | None = None, largest_bytes: int | None = None, bound_by_memlock: bool = False) -> None:
+    def __init__(
+        self, fail_at_call: int | None = None, largest_bytes: int | None = None, bound_by_memlock: bool = False
+    ) -> None:
         self.bound_by_memlock = bound_by_memlock
         self.fail_at_call, self.largest_bytes = fail_at_call, largest_bytes
         self.num_calls = 0
@@ -99,7 +101,9 @@ def same(left: Any, right: Any) -> bool:
             return False
         return to_bytes(left) == to_bytes(right)
     if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left) and same_extras(left, right)
+        return (
+            list(left) == list(right) and all(same(left[key], right[key]) for key in left) and same_extras(left, right)
+        )
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right)) and same_extras(left, right)
     if isinstance(left, np.ndarray):

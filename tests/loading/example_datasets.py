@@ -131,7 +131,12 @@ def custom_collate(samples: list[Any]) -> Any:
     labels = torch.tensor([sample["label"] for sample in samples])
     tagged = TaggedDict(images=images.transpose(1, 2), labels=labels)
     tagged.source = "custom"
-    return OrderedDict(tagged=tagged, point=Point(images[:, 0], labels), pair=Pair(labels + 1, None), names=[sample["name"] for sample in samples])
+    return OrderedDict(
+        tagged=tagged,
+        point=Point(images[:, 0], labels),
+        pair=Pair(labels + 1, None),
+        names=[sample["name"] for sample in samples],
+    )
 
 
 class FailsAt(Dataset[Any]):

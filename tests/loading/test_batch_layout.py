@@ -65,16 +65,20 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return made.permute(draw(st.permutations(range(len(shape))))) if kind == "permuted" else made
 
 
-plain_leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | st.binary(max_size=4)
+plain_leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | st.binary(max_size=4)
+)
 batches = st.recursive(
     tensors() | plain_leaves,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.tuples(inner, inner)
-    | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    | st.builds(Point, inner, inner)
-    | st.builds(Pair, inner, inner)
-    | st.lists(inner, max_size=3).map(TaggedList)
-    | st.lists(st.tuples(st.text(max_size=3), inner), max_size=3).map(OrderedDict),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.builds(Point, inner, inner)
+        | st.builds(Pair, inner, inner)
+        | st.lists(inner, max_size=3).map(TaggedList)
+        | st.lists(st.tuples(st.text(max_size=3), inner), max_size=3).map(OrderedDict)
+    ),
     max_leaves=8,
 )
 
@@ -112,7 +116,9 @@ def test_nan_payloads_and_the_sign_of_zero_survive() -> None:
 
 
 def test_dtypes_and_ranks_live_together_in_one_batch() -> None:
-    batch = [torch.ones(size, dtype=torch.float32).to(dtype) for dtype in DTYPES for size in ((), (0,), (3,), (2, 0, 4))]
+    batch = [
+        torch.ones(size, dtype=torch.float32).to(dtype) for dtype in DTYPES for size in ((), (0,), (3,), (2, 0, 4))
+    ]
     assert same(round_trip(batch), batch)
 
 
@@ -149,11 +155,22 @@ def test_conjugate_and_negative_views_keep_their_values() -> None:
 
 
 def test_containers_keep_types_and_extras() -> None:
-    tagged_dict, tagged_list, tagged_tuple = TaggedDict(a=torch.ones(2)), TaggedList([torch.ones(2)]), TaggedTuple(torch.ones(2), 1)
+    tagged_dict, tagged_list, tagged_tuple = (
+        TaggedDict(a=torch.ones(2)),
+        TaggedList([torch.ones(2)]),
+        TaggedTuple(torch.ones(2), 1),
+    )
     tagged_dict.source = tagged_list.source = "here"
     tagged_tuple.source = "here"
     with_default = defaultdict(list, a=torch.ones(2))
-    batch = [tagged_dict, tagged_list, tagged_tuple, with_default, Pair(torch.ones(1), "x"), deque([torch.ones(1)], maxlen=3)]
+    batch = [
+        tagged_dict,
+        tagged_list,
+        tagged_tuple,
+        with_default,
+        Pair(torch.ones(1), "x"),
+        deque([torch.ones(1)], maxlen=3),
+    ]
     out = round_trip(batch)
     assert [type(item) for item in out] == [TaggedDict, TaggedList, TaggedTuple, defaultdict, Pair, deque]
     assert out[0].source == out[1].source == out[2].source == "here"
@@ -183,7 +200,7 @@ class ReadOnlyMapping(UserDict[str, Any]):
 
 
 def test_a_container_that_refuses_other_contents_is_named() -> None:
-    with pytest.raises(UnpackableBatch, match="ReadOnlyMapping .* read-only"):
+    with pytest.raises(UnpackableBatch, match=r"ReadOnlyMapping .* read-only"):
         BatchPacker(torch.empty(4096, dtype=torch.uint8)).pack(ReadOnlyMapping({"a": torch.ones(1)}))
 
 
@@ -216,7 +233,14 @@ def test_object_arrays_pass_through_and_are_listed() -> None:
 
 def test_what_cannot_be_staged_passes_through_beside_what_can_and_is_listed() -> None:
     sparse = torch.eye(3).to_sparse()
-    batch = [torch.ones(2), sparse, torch.nn.Parameter(torch.ones(1)), Opaque(torch.ones(1)), torch.empty(2, device="meta"), {torch.ones(1)}]
+    batch = [
+        torch.ones(2),
+        sparse,
+        torch.nn.Parameter(torch.ones(1)),
+        Opaque(torch.ones(1)),
+        torch.empty(2, device="meta"),
+        {torch.ones(1)},
+    ]
     buffer = torch.empty(ALIGN_BYTES, dtype=torch.uint8)
     layout = BatchPacker(buffer).pack(batch)
     out = layout.unpack(buffer)
@@ -280,7 +304,11 @@ def test_owned_leaves_keep_strides_and_flags() -> None:
 
 def test_a_buffer_of_the_wrong_size_or_type_is_refused() -> None:
     layout, packed = pack([torch.arange(300)])
-    for wrong in (packed[:-ALIGN_BYTES], packed.view(torch.int32), torch.empty(layout.num_bytes + 1, dtype=torch.uint8)[1:]):
+    for wrong in (
+        packed[:-ALIGN_BYTES],
+        packed.view(torch.int32),
+        torch.empty(layout.num_bytes + 1, dtype=torch.uint8)[1:],
+    ):
         with pytest.raises(ValueError, match="expected a contiguous uint8"):
             layout.unpack(wrong)
 

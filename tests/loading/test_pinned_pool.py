@@ -49,7 +49,9 @@ class PoolMachine(RuleBasedStateMachine):
     def acquire(self) -> None:
         lease = self.pool.acquire(4096)
         self.pattern = self.pattern % 255 + 1
-        assert lease.slot not in {other.slot for other in self.held.values()} | {slot for _, slot in self.flying.values()}
+        assert lease.slot not in {other.slot for other in self.held.values()} | {
+            slot for _, slot in self.flying.values()
+        }
         lease.tensor(4096).fill_(self.pattern)
         self.held[self.pattern] = lease
 
@@ -117,7 +119,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def bytes_stay_under_the_cap_and_are_all_accounted_for(self) -> None:
-        assert self.pool.current_bytes == self.pool.peak_bytes == self.budget.reserved_bytes == sum(self.lock.locked.values())
+        assert (
+            self.pool.current_bytes
+            == self.pool.peak_bytes
+            == self.budget.reserved_bytes
+            == sum(self.lock.locked.values())
+        )
         assert self.pool.peak_bytes <= self.pool.cap_bytes
 
     def teardown(self) -> None:
@@ -134,7 +141,9 @@ TestPoolMachine = PoolMachine.TestCase
 
 
 @given(st.integers(1, 1 << 22), st.integers(1, 1 << 20), st.integers(1, 5), st.none() | st.integers(1, 40))
-def test_the_slab_never_exceeds_the_cap(cap_bytes: int, slot_bytes: int, num_producers: int, num_slots: int | None) -> None:
+def test_the_slab_never_exceeds_the_cap(
+    cap_bytes: int, slot_bytes: int, num_producers: int, num_slots: int | None
+) -> None:
     try:
         pool = PinnedPool(cap_bytes, slot_bytes, num_slots=num_slots, num_producers=num_producers)
     except CapacityError as error:
@@ -154,7 +163,9 @@ def test_a_slot_just_above_a_power_of_two_wastes_at_most_two_per_cent(slot_bytes
 
 
 def test_a_cap_below_one_slot_names_the_batch_and_the_smallest_cap_that_works() -> None:
-    with pytest.raises(CapacityError, match=r"one batch takes 10,240 bytes.* 3 producers .* at least 32,768, got 20,000"):
+    with pytest.raises(
+        CapacityError, match=r"one batch takes 10,240 bytes.* 3 producers .* at least 32,768, got 20,000"
+    ):
         PinnedPool(20_000, 10_000, num_producers=3)
     with PinnedPool(32_768, 10_000, num_producers=3) as pool:
         assert pool.num_slots == 3
@@ -192,7 +203,7 @@ def test_close_gives_up_on_a_copy_that_hangs_and_keeps_the_pages_it_may_read() -
     lock, event = FakePageLock(), FakeEvent()
     pool = open_pool(page_lock=lock)
     pool.acquire(1).release_after(event)
-    with pytest.raises(PoolError, match="1 copies did not complete within 0.2 s"):
+    with pytest.raises(PoolError, match=r"1 copies did not complete within 0.2 s"):
         pool.close()
     assert lock.locked
     event.complete()
