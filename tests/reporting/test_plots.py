@@ -41,6 +41,8 @@ def test_memory_frame_holds_each_sample_of_each_trial_once(trials):
     pooled = frame[(frame["track"] == "pooled") & (frame["series"] == "pool")]
     assert tuple(pooled["bytes"]) == trials[1].memory.pool_bytes
     assert list(pooled["step"]) == list(range(130))
+    legacy = frame[(frame["track"] == "legacy") & (frame["series"] == "pss")]
+    assert tuple(legacy["bytes"]) == trials[0].memory.pss_bytes
     assert len(frame) == 130 * 3  # process memory of both tracks, the pool of one
     assert frame.groupby("series").size().to_dict() == {"pool": 130, "pss": 260}
 

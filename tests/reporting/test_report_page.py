@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from bs4 import BeautifulSoup
@@ -484,6 +485,18 @@ def test_a_figure_with_a_million_points_keeps_the_page_small(run):
         record, trials=(record.trials[0], record.trials[1].model_copy(update={"memory": many}), *record.trials[2:])
     ).save(path)
     assert write_page(folder).stat().st_size < MAX_PAGE_BYTES / 2
+
+
+def test_raw_files_are_listed_in_a_fixed_order_with_the_seal_last(run, monkeypatch):
+    folder = run("cpu only")
+    found = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: sorted(found(self, pattern), reverse=True))
+    write_page(folder)
+    listed = [(words(row.td), row.a["href"]) for row in soup_of(folder).select(".files tbody tr")]
+    records = [address for kind, address in listed if kind == "record"]
+    assert len(records) == 10  # five records and their completion marks
+    assert records == sorted(records)
+    assert [address for _, address in listed[-2:]] == ["manifest.json", "ledger.jsonl"]
 
 
 def test_page_is_built_without_torch(run):
