@@ -174,6 +174,18 @@ def test_a_change_of_the_file_is_named_and_never_repaired_silently(
     assert ledger.path.read_bytes() == damaged
 
 
+def test_a_line_of_another_ledger_in_the_same_place_is_found(ledger: Ledger, tmp_path: Path) -> None:
+    other = Ledger(tmp_path / "other.jsonl")
+    for number in (1, 2):
+        ledger.append(epochs(number))
+        other.append(epochs(10 * number))
+    first, _ = ledger.path.read_bytes().splitlines(keepends=True)
+    _, foreign = other.path.read_bytes().splitlines(keepends=True)
+    ledger.path.write_bytes(first + foreign)
+    with pytest.raises(LedgerError, match="line 2 does not follow line 1"):
+        ledger.entries()
+
+
 def test_a_writer_killed_at_any_byte_costs_at_most_the_entry_it_was_writing(ledger: Ledger) -> None:
     ledger.append(epochs(1))
     whole = len(ledger.path.read_bytes())

@@ -1,5 +1,6 @@
 """Verification: a sound run verifies offline and without torch, and whatever is changed in it is named."""
 
+import json
 import random
 import shutil
 import subprocess
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 from sealed_run import make_record, seal_again, write_record, write_sealed_run, write_summary
 
-from dualtrack.facts.digests import sha256_json
-from dualtrack.facts.ledger import CleanEpochs, Ledger
+from dualtrack.facts.digests import sha256_file, sha256_json
+from dualtrack.facts.ledger import CleanEpochs, Ledger, RunDigest
 from dualtrack.facts.observations import Equality, Failures, Maximum, Ratio, State, Value
 from dualtrack.facts.records import StageRecord
 from dualtrack.facts.verdicts import judge_stage
@@ -139,6 +140,24 @@ def test_a_ledger_that_goes_on_after_the_seal_is_sound_and_one_sealed_otherwise_
     write_manifest(run)
     (run / "ledger.jsonl").write_bytes(ledger)
     assert "is not the one that ledger.jsonl seals" in str(verify_run(run).first_difference)
+
+
+@pytest.mark.parametrize("num_cut", [1, 20])
+def test_a_ledger_that_was_cut_short_is_named(run: Path, num_cut: int) -> None:
+    write_sealed_run(run)
+    path = run / "ledger.jsonl"
+    path.write_bytes(path.read_bytes()[:-num_cut])
+    assert "ledger.jsonl: line 3 has no end" in str(verify_run(run).first_difference)
+
+
+def test_a_manifest_that_says_more_or_other_than_the_folder_is_named_though_it_is_sealed(run: Path) -> None:
+    write_sealed_run(run)
+    path = run / "manifest.json"
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 1, "note": "audited"'))
+    root = json.loads(path.read_bytes())["evidence_root"]
+    seal = RunDigest(at=make_record(POOL).started_at, run="run", manifest_digest=sha256_file(path), evidence_root=root)
+    Ledger(run / "ledger.jsonl").append(seal)
+    assert "manifest.json: changed; computed from the folder" in str(verify_run(run).first_difference)
 
 
 def edited(records: Records, stage: str = POOL, **changes: Any) -> Records:
