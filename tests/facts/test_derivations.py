@@ -110,6 +110,12 @@ def test_the_noise_floor_is_legacy_against_legacy_and_may_come_from_another_stag
     seen = ratio_from_trials(abba("pooled", [2.0], [1.0]), "pooled", "latency", floor_trials=floor)
     assert isinstance(seen, Ratio)
     assert [(pair.legacy, pair.candidate) for pair in seen.floor_pairs] == [(1.0, 2.0), (4.0, 3.0)]
+    own = [trial(10 + n, "legacy", 0, 7.0, "noise floor") for n in range(2)]
+    seen = ratio_from_trials(abba("pooled", [2.0], [1.0]) + own, "pooled", "latency", floor_trials=floor)
+    assert isinstance(seen, Ratio)
+    assert [(pair.legacy, pair.candidate) for pair in seen.floor_pairs] == [(7.0, 7.0)], (
+        "the stage's own block comes first"
+    )
 
 
 def test_a_minority_of_slow_steps_shows_in_the_95th_percentile_though_not_in_the_median() -> None:

@@ -63,7 +63,9 @@ def ratio_from_trials(
         return Unmeasured(what=what, reason=f"no paired trial of the {candidate_track} track was run")
     pairs = [pair for pair in (_pair(item, statistic) for item in planned) if pair is not None]
     floor = [
-        pair for pair in (_pair(item, statistic) for item in floor_pairs([*trials, *floor_trials])) if pair is not None
+        pair
+        for pair in (_pair(item, statistic) for item in floor_pairs(trials) or floor_pairs(floor_trials))
+        if pair is not None
     ]
     return Ratio(what=what, unit="s", pairs=tuple(pairs), floor_pairs=tuple(floor), num_planned_pairs=len(planned))
 
