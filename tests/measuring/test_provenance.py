@@ -1,6 +1,7 @@
 """Provenance: what is collected, what a missing field reads as, and what may never be in it."""
 
 import getpass
+import importlib
 import json
 import re
 import socket
@@ -16,7 +17,7 @@ from dualtrack.facts.digests import sha256_file
 from dualtrack.measuring import code_state, provenance
 
 GROUPS = {
-    "code", "sources", "packages", "python", "platform", "cpu", "memory", "cgroup", "gpu", "torch", "threads", "load", "environment",
+    "code", "sources", "own_sources", "packages", "python", "platform", "cpu", "memory", "cgroup", "gpu", "torch", "threads", "load", "environment",
 }  # fmt: skip
 
 
@@ -94,8 +95,12 @@ def test_nothing_of_the_machine_or_its_user_is_kept(monkeypatch: pytest.MonkeyPa
     found = provenance.collect("cpu")
     text = json.dumps(found)
     assert not re.search(r'"(/|[A-Za-z]:\\)', text), "an absolute path"
-    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", json.dumps({**found, "sources": 0, "code": 0}))
-    assert not re.search(rf'"[^"]*\b{re.escape(getpass.getuser())}\b', json.dumps({**found, "sources": 0, "code": 0}))
+    assert not re.search(
+        rf"\b{re.escape(socket.gethostname())}\b", json.dumps({**found, "sources": 0, "own_sources": 0, "code": 0})
+    )
+    assert not re.search(
+        rf'"[^"]*\b{re.escape(getpass.getuser())}\b', json.dumps({**found, "sources": 0, "own_sources": 0, "code": 0})
+    )
     assert str(Path.home()) not in text
     for secret in ("hunter2hunter2", "node-17.example", "topology.xml", "AWS_SESSION"):
         assert secret not in text
@@ -104,12 +109,22 @@ def test_nothing_of_the_machine_or_its_user_is_kept(monkeypatch: pytest.MonkeyPa
     assert kept["NCCL_TOPO_FILE"] == kept["TORCH_API_TOKEN"] == kept["MASTER_ADDR"] == "set, value not recorded"
 
 
-def test_imported_sources_are_digested_and_others_are_not() -> None:
+def test_imported_sources_are_digested_by_their_path_and_others_are_not() -> None:
     sources = provenance.collect("cpu")["sources"]
     module = sys.modules["dualtrack.facts.digests"]
     assert module.__file__ is not None
-    assert sources["dualtrack.facts.digests"] == sha256_file(Path(module.__file__))
-    assert not any(name.startswith(("torch", "pytest")) for name in sources)
+    assert sources["dualtrack/facts/digests.py"] == sha256_file(Path(module.__file__))
+    assert all(name.startswith("dualtrack/") for name in sources)
+
+
+def test_the_users_own_imported_files_are_digested_apart(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository)
+    monkeypatch.syspath_prepend(str(repository))
+    (repository / "dualtrack_test_job.py").write_text("a = 1\n")
+    (repository / "never_imported.py").write_text("")
+    importlib.import_module("dualtrack_test_job")
+    digests = code_state.digest_own_sources()
+    assert digests == {"dualtrack_test_job.py": sha256_file(repository / "dualtrack_test_job.py")}
 
 
 def test_packages_are_those_this_process_imported() -> None:

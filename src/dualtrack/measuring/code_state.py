@@ -49,20 +49,17 @@ def describe_code(folder: Path | None = None) -> dict[str, Any] | None:
 
 
 def digest_imported_sources() -> dict[str, str]:
-    """Return module name -> SHA-256 of its file, for dualtrack's modules and those of the user's own repository in this process."""
-    own = _repository(Path.cwd())
-    digests = {}
-    for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
-            continue
-        path = Path(file)
-        mine = name.partition(".")[0] == "dualtrack" or (
-            own is not None and path.is_relative_to(own) and not _is_installed(path)
-        )
-        if mine and path.is_file():
-            digests[name] = sha256_file(path)
-    return digests
+    """Return the SHA-256 of each file of dualtrack that this process has imported, by its path, for example `dualtrack/loading/pinned_pool.py`."""
+    return _digest_modules(PACKAGE_FOLDER, PACKAGE_FOLDER.parent)
+
+
+def digest_own_sources() -> dict[str, str]:
+    """Return the SHA-256 of each imported file of the user's own repository, by its path in it; empty outside any repository."""
+    root = _repository(Path.cwd())
+    if root is None:
+        return {}
+    found = _digest_modules(root, root)
+    return {name: digest for name, digest in found.items() if not (root / name).is_relative_to(PACKAGE_FOLDER)}
 
 
 def digest_source_tree(*folders: str) -> str:
@@ -83,6 +80,17 @@ def list_imported_packages() -> dict[str, str]:
     known = _distributions()
     names = {distribution for top in tops for distribution in known.get(top, ())}
     return {name: importlib.metadata.version(name) for name in sorted(names, key=str.lower)}
+
+
+def _digest_modules(folder: Path, base: Path) -> dict[str, str]:
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    paths = {Path(file).resolve() for file in files if isinstance(file, str) and file.endswith(".py")}
+    own = (
+        path
+        for path in paths
+        if path.is_relative_to(folder) and path.is_file() and not _is_installed(path.relative_to(folder))
+    )
+    return {path.relative_to(base).as_posix(): sha256_file(path) for path in sorted(own)}
 
 
 @functools.cache

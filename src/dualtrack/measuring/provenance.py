@@ -15,7 +15,12 @@ from typing import Any
 import psutil
 import torch
 
-from dualtrack.measuring.code_state import describe_code, digest_imported_sources, list_imported_packages
+from dualtrack.measuring.code_state import (
+    describe_code,
+    digest_imported_sources,
+    digest_own_sources,
+    list_imported_packages,
+)
 from dualtrack.measuring.gpu_state import describe_gpu
 
 NOT_COLLECTED = "not collected"
@@ -36,12 +41,13 @@ def collect(device: str) -> dict[str, Any]:
         device: `cpu`, `cuda` or `cuda:n`; the groups `gpu` and `torch` say what can be said of it. CUDA is touched only for `cuda`.
 
     Returns:
-        Groups `code`, `sources`, `packages`, `python`, `platform`, `cpu`, `memory`, `cgroup`, `gpu`, `torch`, `threads`, `load`,
+        Groups `code`, `sources`, `own_sources`, `packages`, `python`, `platform`, `cpu`, `memory`, `cgroup`, `gpu`, `torch`, `threads`, `load`,
         `environment`.
     """
     readers: dict[str, Callable[[], Any]] = {
         "code": describe_code,
         "sources": digest_imported_sources,
+        "own_sources": digest_own_sources,
         "packages": list_imported_packages,
         "python": lambda: read_fields(
             {"version": platform.python_version, "implementation": platform.python_implementation}
