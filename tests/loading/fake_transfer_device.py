@@ -45,7 +45,9 @@ class FakeTransferDevice(TransferDevice):
 
     mode = "fake"
 
-    def __init__(self, num_polls: int = 0, copy_seconds: float = 0.0, fail_at: dict[tuple[str, int], BaseException] | None = None) -> None:
+    def __init__(
+        self, num_polls: int = 0, copy_seconds: float = 0.0, fail_at: dict[tuple[str, int], BaseException] | None = None
+    ) -> None:
         super().__init__(torch.device("cpu"))
         self.num_polls, self.copy_seconds, self.fail_at = num_polls, copy_seconds, fail_at or {}
         self.hangs = False

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch.utils.data import IterableDataset
+
 from dualtrack.facts.errors import LoaderError
 from dualtrack.facts.observations import Divergence
 from dualtrack.loading.batch_compare import BatchComparison, LeafDifference, compare_batches
@@ -192,7 +194,7 @@ class EpochRun:
         self._is_trusted = False
         try:
             if candidate is not None:
-                candidate.close()
+                candidate.abandon()
         except Exception as second:  # noqa: BLE001 (see above)
             tally.note_error(self.position, second)
 
@@ -275,7 +277,9 @@ class EpochRun:
 
 
 def _length_of(loader: Any) -> int:
-    """Return the number of batches, or 0 for a loader that ends where it ends."""
+    """Return the number of batches, or 0 for a loader that ends where it ends (the length of an iterable dataset is an estimate)."""
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return 0
     try:
         return len(loader)
     except TypeError:

@@ -148,6 +148,8 @@ class EpochTally:
         dirty, not_counted = self._dirty_reasons(shadows), list(self._not_counted)
         if not is_complete:
             not_counted.append(f"the consumer left after {self.num_batches} batches")
+        if self.num_batches == 0 and not not_counted:
+            dirty.append("no batch was delivered")
         not_counted += [f"the {name} was off" for name in ("loader shadow", "transfer shadow") if name not in shadows]
         verdict: Verdict = "dirty" if dirty else "not counted" if not_counted else "clean"
         return EpochEvidence(
@@ -172,7 +174,7 @@ class EpochTally:
         )
 
     def _dirty_reasons(self, shadows: dict[ShadowName, ShadowCounts]) -> list[str]:
-        reasons = [] if self.num_batches else ["no batch was delivered"]
+        reasons = []
         for name, counts in shadows.items():
             if counts.num_mismatched:
                 reasons.append(f"{name}: {counts.num_mismatched} of {counts.num_compared} batches differ")

@@ -5,6 +5,7 @@ stays in it.
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -12,10 +13,12 @@ from typing import Any, final
 import torch
 
 from dualtrack.loading.batch_layout import map_leaves
-from dualtrack.loading.transfer_device import TransferDevice
+from dualtrack.loading.transfer_device import DeadlinePassed, TransferDevice
 from dualtrack.loading.transfer_pipeline import TransferPipeline
 from dualtrack.loading.transfer_source import HostPuller
 from dualtrack.loading.transfer_stats import TransferClock, TransferCounts
+
+ABANDON_SECONDS = 5.0  # workers of a failed candidate are joined within this time, or left behind
 
 
 def copy_leaves_to(device: torch.device) -> Callable[[Any], Any]:
@@ -90,6 +93,31 @@ class CandidateTrack:
         close = getattr(self.loader, "close", None)
         if close is not None:
             close()
+
+    def abandon(self) -> None:
+        """Close after a failure, in bounded time: what hangs with the loader is left to a thread of its own, which frees it when it can.
+
+        Raises:
+            DeadlinePassed: The loader did not close in time.
+            Exception: What closing it raised.
+        """
+        errors: list[Exception] = []
+
+        def close() -> None:
+            try:
+                self.close()
+            except Exception as error:  # noqa: BLE001 (raised below, in the thread that waits)
+                errors.append(error)
+
+        thread = threading.Thread(target=close, name="dualtrack-close", daemon=True)
+        thread.start()
+        thread.join(ABANDON_SECONDS)
+        if thread.is_alive():
+            raise DeadlinePassed(
+                f"expected the failed candidate to close within {ABANDON_SECONDS:g} s, it did not; the device or the loader may hang"
+            )
+        if errors:
+            raise errors[0]
 
 
 @dataclass
