@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sealed_run import make_record, seal_again, write_record, write_sealed_run, write_summary
+from sealed_run import make_record, make_trials, seal_again, write_record, write_sealed_run, write_summary
 
+from dualtrack.facts.derivations import ratio_from_trials
 from dualtrack.facts.digests import sha256_file, sha256_json
 from dualtrack.facts.ledger import CleanEpochs, Ledger, RunDigest
 from dualtrack.facts.observations import Equality, Failures, Maximum, Ratio, State, Value
 from dualtrack.facts.records import StageRecord
 from dualtrack.facts.verdicts import judge_stage
 from dualtrack.reporting.manifest import write_manifest
+from dualtrack.reporting.record_checks import check_record
 from dualtrack.reporting.verify import verify_run
 
 POOL = "1_pinned_pool"
@@ -64,7 +66,8 @@ def test_verification_needs_neither_torch_nor_network(run: Path) -> None:
         "def refuse(*arguments, **more): raise OSError('network used')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "from pathlib import Path\n"
-        "from dualtrack.reporting.verify import verify_run\n"
+        "from dualtrack.reporting.record_checks import check_record
+from dualtrack.reporting.verify import verify_run\n"
         "result = verify_run(Path(sys.argv[1]))\n"
         "assert 'torch' not in sys.modules\n"
         "print(result.text()); sys.exit(0 if result.ok else 1)\n"
@@ -296,6 +299,60 @@ def test_an_honest_record_sealed_again_verifies(run: Path) -> None:
     records = write_sealed_run(run)
     seal_again(run, records)
     assert verify_run(run).ok
+
+
+def reworded(records: Records, sources: dict[str, str], **changes: Any) -> Records:
+    """Return the records with the first line of one verdict changed, made by these source files."""
+    first, *others = records[POOL].verdict.lines
+    verdict = records[POOL].verdict.model_copy(update={"lines": (first.model_copy(update=changes), *others)})
+    return edited(records, verdict=verdict, conditions={"before": {"sources": sources}})
+
+
+def test_a_record_of_another_version_verifies_by_its_figures_and_says_so(run: Path) -> None:
+    older = {"dualtrack/facts/line_judges.py": "0" * 64}
+    records = write_sealed_run(run)
+    seal_again(run, reworded(records, older, statistic="no difference in 40"))
+    result = verify_run(run)
+    assert result.ok, result.differences
+    assert f"{POOL} was judged by another version" in result.text()
+    for change in ({"num": 41}, {"value": 1.0}, {"limit": "equal to 3"}, {"state": State.FAILED}):
+        seal_again(run, reworded(records, older, **change))
+        assert "verdict on batches_equal_frozen" in str(verify_run(run).first_difference), change
+
+
+def test_a_record_of_this_version_has_this_versions_wording(run: Path) -> None:
+    path = Path(sys.modules["dualtrack.facts.line_judges"].__file__ or "")
+    records = write_sealed_run(run)
+    for sources in ({}, {"dualtrack/facts/line_judges.py": sha256_file(path)}):
+        seal_again(run, reworded(records, sources, statistic="no difference in 40"))
+        assert "recorded passed [no difference in 40]" in str(verify_run(run).first_difference)
+
+
+def test_clean_epochs_that_the_ledger_does_not_count_are_named(run: Path) -> None:
+    records = write_sealed_run(run)
+    stage = "2_stream_prefetcher"
+    claim = {**records[stage].observations, "clean_epochs": Value(what="clean epochs", value=100)}
+    forged = edited(records, stage, observations=claim)
+    seal_again(run, forged)
+    assert "claims 100 clean epochs, ledger.jsonl counts none" in str(verify_run(run).first_difference)
+    Ledger(run / "ledger.jsonl").append(CleanEpochs(at=records[stage].started_at, key="k", num_epochs=100))
+    write_manifest(run)
+    assert verify_run(run).ok
+
+
+def test_a_ratio_over_one_world_size_of_several_follows_from_the_trials() -> None:
+    record = make_record("3_ddp_expansion")
+    four, eight = ([trial.model_copy(update={"track": "single" if trial.track == "legacy" else "ddp"}) for trial in make_trials("ddp")] for _ in range(2))
+    trials = [trial.model_copy(update={"world_size": 4}) if trial.track == "ddp" else trial for trial in four]
+    trials += [trial.model_copy(update={"position": trial.position + 12, "world_size": 8}) for trial in eight]
+    ratio = ratio_from_trials(trials, "ddp", "step", world_size=8)
+    assert isinstance(ratio, Ratio)
+    assert len(ratio.pairs) == 6
+    observed = record.model_copy(update={"trials": tuple(trials), "observations": {**record.observations, "step_latency_ratio": ratio}})
+    assert list(check_record(observed)) == []
+    other = ratio.model_copy(update={"pairs": ratio.pairs[::-1]})
+    forged = observed.model_copy(update={"observations": {**record.observations, "step_latency_ratio": other}})
+    assert "does not follow from the 24 raw trials" in next(check_record(forged))
 
 
 def test_a_gate_that_failed_verifies_as_failed(run: Path) -> None:

@@ -3,9 +3,11 @@
 Each check is a generator of differences in words; a sound record gives none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
+from pathlib import Path
 
+from dualtrack.facts import verdicts
 from dualtrack.facts.derivations import (
     TRACK_OF_STAGE,
     failures_from_trials,
@@ -13,8 +15,8 @@ from dualtrack.facts.derivations import (
     peak_from_trials,
     ratio_from_trials,
 )
-from dualtrack.facts.digests import sha256_json
-from dualtrack.facts.observations import Fact, Failures, Maximum, Ratio, Value
+from dualtrack.facts.digests import sha256_file, sha256_json
+from dualtrack.facts.observations import Fact, Failures, GateLine, Maximum, Ratio, Value
 from dualtrack.facts.records import StageRecord, Trial
 from dualtrack.facts.trial_pairs import Statistic
 from dualtrack.facts.verdicts import judge_planted, judge_stage
@@ -25,6 +27,7 @@ RATIO_KEYS: dict[str, Statistic] = {
     "step_latency_max_ratio": "max",
 }
 PEAK_KEYS = ("pinned_peak_bytes", "pool_peak_bytes")
+JUDGING_SOURCES = tuple(f"dualtrack/facts/{name}.py" for name in ("verdicts", "line_judges", "statistics"))
 
 
 def check_record(record: StageRecord, floor_trials: tuple[Trial, ...] = ()) -> Iterator[str]:
@@ -76,9 +79,12 @@ def _check_derived(record: StageRecord, floor_trials: tuple[Trial, ...]) -> Iter
 def _ratios(
     record: StageRecord, track: str, seen: Ratio, statistic: Statistic, floor_trials: tuple[Trial, ...]
 ) -> tuple[Fact, ...]:
+    """Return what the ratio may be: with or without stage 0's noise floor, over all world sizes or, as in stage 3, over one."""
+    sizes = {trial.world_size for trial in record.trials if trial.track == track}
     return tuple(
-        ratio_from_trials(record.trials, track, seen.what, statistic=statistic, floor_trials=floor)
+        ratio_from_trials(record.trials, track, seen.what, statistic=statistic, floor_trials=floor, world_size=size)
         for floor in ((), floor_trials)
+        for size in (None, *sorted(sizes))
     )
 
 
@@ -96,22 +102,41 @@ def _check_planted(record: StageRecord) -> Iterator[str]:
             yield f"planted fault {fault.what!r}: recorded as {'caught' if fault.caught else 'not caught'}, judged again it is {'caught' if caught else 'not caught'}"
 
 
+def is_worded_by_another_version(record: StageRecord) -> bool:
+    """Tell whether the record was judged by other source files than the ones that judge it now."""
+    before = record.conditions.get("before")
+    sources = before.get("sources") if isinstance(before, Mapping) else None
+    if not isinstance(sources, Mapping):
+        return False
+    package = Path(verdicts.__file__).parents[1]
+    return any(sources.get(name) not in (None, sha256_file(package.parent / name)) for name in JUDGING_SOURCES)
+
+
 def _check_verdict(record: StageRecord) -> Iterator[str]:
-    """Judge again from the raw observations and name the first line that comes out otherwise."""
+    """Judge again from the raw observations and name the first line that comes out otherwise.
+
+    Wording may change from version to version; states, figures and limits may not.
+    """
     try:
         again = judge_stage(record.observations, record.limits, record.planted_faults, record.device)
     except ValueError as error:
         yield f"the limits can't be judged: {error}"
         return
-    if again.model_dump_json() == record.verdict.model_dump_json():
-        return
+    skipped = {"statistic", "next_action"} if is_worded_by_another_version(record) else set()
     for recorded, judged in zip_longest(record.verdict.lines, again.lines):
-        if recorded is None or judged is None or recorded.model_dump_json() != judged.model_dump_json():
-            key = (recorded or judged).observation
-            yield f"verdict on {key}: recorded {_words(recorded)}, judged again {_words(judged)}"
+        if recorded is None or judged is None or _content(recorded, skipped) != _content(judged, skipped):
+            yield f"verdict on {(recorded or judged).observation}: recorded {_words(recorded)}, judged again {_words(judged)}"
             return
-    yield f"verdict: recorded {record.verdict.state} ({record.verdict.scope}), judged again {again.state} ({again.scope})"
+    for name in ("state", "scope", "deciding", "next_action"):
+        before, now = getattr(record.verdict, name), getattr(again, name)
+        if before != now and name not in skipped:
+            yield f"verdict: {name} is recorded as {str(before)!r}, judged again it is {str(now)!r}"
+            return
 
 
-def _words(line: Fact | None) -> str:
-    return "no line" if line is None else f"{getattr(line, 'state', '')} [{getattr(line, 'statistic', '')}]"
+def _content(line: GateLine, skipped: set[str]) -> str:
+    return line.model_dump_json(exclude=skipped)
+
+
+def _words(line: GateLine | None) -> str:
+    return "no line" if line is None else f"{line.state} [{line.statistic}]"

@@ -15,10 +15,11 @@ from dualtrack.facts.derivations import combine_stable_digests
 from dualtrack.facts.digests import sha256_file
 from dualtrack.facts.errors import EvidenceError
 from dualtrack.facts.frozen_inputs import LIMITS_FILE, MANIFEST_FILE, Baseline, FrozenManifest, load_limits
-from dualtrack.facts.observations import State
+from dualtrack.facts.ledger import CleanEpochs, Ledger
+from dualtrack.facts.observations import State, Value
 from dualtrack.facts.records import STAGES, RunSummary, StageRecord
-from dualtrack.reporting.manifest import MANIFEST_NAME
-from dualtrack.reporting.record_checks import check_record
+from dualtrack.reporting.manifest import LEDGER_NAME, MANIFEST_NAME
+from dualtrack.reporting.record_checks import check_record, is_worded_by_another_version
 from dualtrack.reporting.seal_checks import check_files, check_ledger, check_page
 
 SETTLED = {state.value for state in State}
@@ -39,6 +40,8 @@ class VerifyResult:
     manifest_digest: str | None
     is_complete: bool
     """Whether the run came to its end; a partial run can be sound too."""
+    notes: tuple[str, ...] = ()
+    """What a reviewer should know of a sound run too."""
 
     @property
     def ok(self) -> bool:
@@ -58,6 +61,7 @@ class VerifyResult:
             f"evidence root   {self.evidence_root or 'none'}",
             f"manifest        {self.manifest_digest or 'none'}",
         ]
+        lines += [f"note            {note}" for note in self.notes]
         if self.ok:
             return "\n".join([*lines, "verified: nothing differs"])
         lines.append(f"NOT VERIFIED: {self.first_difference}")
@@ -86,6 +90,7 @@ def verify_run(run_folder: Path) -> VerifyResult:
     for stage, record in records.items():
         found = _guarded("check", check_record, record, floor_trials)
         differences += [f"records/{stage}.json: {difference}" for difference in found]
+    differences += _guarded(LEDGER_NAME, _check_clean_epochs, run_folder, records)
     differences += _guarded("frozen inputs", _check_frozen, run_folder, records)
     differences += _guarded("run.json", _check_summary, run_folder, records)
     differences += _guarded("index.html", check_page, run_folder)
@@ -99,6 +104,11 @@ def verify_run(run_folder: Path) -> VerifyResult:
         evidence_root=manifest.get("evidence_root"),
         manifest_digest=sha256_file(run_folder / MANIFEST_NAME) if (run_folder / MANIFEST_NAME).is_file() else None,
         is_complete=_read_json(run_folder / "run.json").get("complete") is True,
+        notes=tuple(
+            f"{stage} was judged by another version of dualtrack; its wording was not compared, its states, figures and limits were"
+            for stage, record in records.items()
+            if is_worded_by_another_version(record)
+        ),
     )
 
 
@@ -132,6 +142,18 @@ def _load_records(run_folder: Path, records: dict[str, StageRecord]) -> Iterator
             if record.stage != stage:
                 yield f"records/{path.name}: holds the record of {record.stage}"
             records[stage] = record
+
+
+def _check_clean_epochs(run_folder: Path, records: dict[str, StageRecord]) -> Iterator[str]:
+    """Compare the number of clean epochs that a record claims with what the run's ledger counts under any one key."""
+    ledger = Ledger(run_folder / LEDGER_NAME)
+    keys = {entry.key for entry in ledger.entries() if isinstance(entry, CleanEpochs)}
+    counts = {ledger.clean_epochs(key) for key in keys}
+    for stage, record in records.items():
+        seen = record.observations.get("clean_epochs")
+        if isinstance(seen, Value) and seen.value != 0 and seen.value not in counts:
+            counted = ", ".join(map(str, sorted(counts))) or "none"
+            yield f"records/{stage}.json: claims {seen.value} clean epochs, {LEDGER_NAME} counts {counted}"
 
 
 def _check_frozen(run_folder: Path, records: dict[str, StageRecord]) -> Iterator[str]:
