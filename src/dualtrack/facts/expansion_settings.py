@@ -32,13 +32,13 @@ class ExpansionSettings(TimedSettings):
     """Loader processes of each rank; 0 because 32 ranks share one host here."""
     num_gradient_batches: int = Field(default=3, ge=1)
     """Frozen legacy batches whose gradients are compared at each rung."""
-    curve_steps: tuple[int, ...] = (30, 30, 20)
+    curve_steps: tuple[int, ...] = (30, 30, 16)
     """Steps of the loss curves at each rung, in the order of the ladder; the single process runs the most of them."""
     num_band_runs: int = Field(default=8, ge=4)
     """Single-process reruns with the samples of each batch in another order; they span the band of the float32 curve."""
-    num_repeated_steps: int = Field(default=8, ge=1)
+    num_repeated_steps: int = Field(default=6, ge=1)
     """Steps that each rung runs a second time from the start."""
-    commit_step: int = Field(default=10, ge=5)
+    commit_step: int = Field(default=8, ge=5)
     """Step after which a rung commits; at least 5, when DDP has rebuilt its buckets."""
     num_resumed_steps: int = Field(default=5, ge=1)
     """Steps that a rollback trains on from a commit."""

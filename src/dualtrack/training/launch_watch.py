@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ class LaunchResult:
 class RankFailed(LaunchError):
     """A launch failed because of its ranks; `rank` is None where none could be told from the others."""
 
-    def __init__(self, message: str, blame: Blame) -> None:
-        """Keep who and why beside the message."""
+    def __init__(self, message: str, blame: Blame, pids: Sequence[int] = ()) -> None:
+        """Keep who and why beside the message, and the process ids that all ranks had."""
         super().__init__(message)
         self.rank, self.cause, self.rank_traceback = blame.rank, blame.cause, blame.traceback
+        self.pids = tuple(pids)
 
 
 class LaunchWatch:
@@ -100,7 +102,9 @@ class LaunchWatch:
                 "see whether something else answers there, or use port 0, which takes a free one"
             )
         blame = find_guilty(states, self.spec.backend)
-        return RankFailed(self._message(blame, seconds), blame)
+        return RankFailed(
+            self._message(blame, seconds), blame, [state.entry.pid for state in states if state.entry is not None]
+        )
 
     def result(self) -> LaunchResult:
         """Return what the ranks left.
@@ -145,10 +149,10 @@ class LaunchWatch:
     def _look(self, exit_codes: dict[int, int] | None = None) -> list[RankState]:
         states = []
         for rank in range(self.spec.world_size):
-            # alive before journal: a rank that ends in between is seen alive and not done, never dead and not done
+            # journal, process, journal: a rank that begins or ends in between is never seen dead without its done mark
             known = read_journal(self.folder, rank)
             status = process_status(known.pid) if known is not None else None
-            entry = read_journal(self.folder, rank)
+            entry = read_journal(self.folder, rank) if known is not None else None
             failure = read_failure(self.folder, rank)
             states.append(RankState(
                 rank=rank, entry=entry, failure=failure, is_alive=status is not None, is_stopped=status == psutil.STATUS_STOPPED,

@@ -50,7 +50,9 @@ class SegmentSpec(Fact):
     num_steps: int
     shuffle_seed: int | None = None
     digest_every: int = 10
-    """Parameters are digested after steps 1 and 2 and after every so many."""
+    """Parameters are digested after steps 1 and 2, after every so many, and after the last."""
+    digest_after: tuple[int, ...] = ()
+    """Further global steps after which they are."""
     num_sample_digests: int = 0
     """Steps from the start whose delivered samples are digested one by one."""
     commit_after: int | None = None
@@ -75,7 +77,7 @@ class SegmentTrace(Fact):
 class RankJob:
     """Model, DDP wrapper and optimizer of one rank, with its plan."""
 
-    def __init__(self, context: RankContext, spec: JobSpec, float64: bool) -> None:
+    def __init__(self, context: RankContext, spec: JobSpec, float64: bool = False) -> None:
         """Build from equal seeds on all ranks; then seed each rank for itself, so that dropout masks differ between ranks."""
         self.context, self.spec, self.float64 = context, spec, float64
         self.workload = load_workload(spec.workload)
@@ -116,7 +118,8 @@ class RankJob:
                 keep.learning_rates.append(float(self.optimizer.param_groups[0]["lr"]))
                 clock.end()
                 done = step + 1
-                if done - segment.start_step <= 2 or done % segment.digest_every == 0 or done == stop:
+                is_early_or_last = done - segment.start_step <= 2 or done == stop
+                if is_early_or_last or done % segment.digest_every == 0 or done in segment.digest_after:
                     keep.parameter_digests[done] = digest_parameters(self.model)
                 if done == segment.commit_after:
                     self.commit(Path(segment.commit_root), done)

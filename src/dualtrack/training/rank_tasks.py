@@ -10,8 +10,9 @@ import torch.distributed as dist
 from dualtrack.facts.digests import sha256_json
 from dualtrack.facts.observations import Fact
 from dualtrack.measuring.memory import pss_bytes
-from dualtrack.training.checkpoint import latest_commit, read_commit
+from dualtrack.training.checkpoint import latest_commit
 from dualtrack.training.ddp_worker import RankContext
+from dualtrack.training.frozen_batches import digest_parameters
 from dualtrack.training.loop import deterministic_algorithms
 from dualtrack.training.rank_checks import legacy_errors, probe_gradients
 from dualtrack.training.rank_readiness import make_repeatable
@@ -21,6 +22,17 @@ from dualtrack.training.workload import load_workload, seed_everything
 VERIFY = "dualtrack.training.rank_tasks:verify_rung"
 PROBE = "dualtrack.training.rank_tasks:probe_only"
 RESUME = "dualtrack.training.rank_tasks:resume_rung"
+
+
+class ResumeSpec(Fact):
+    """A commit to continue from, and how far."""
+
+    job: JobSpec
+    root: str
+    num_steps: int
+    float64: bool
+    commit_root: str = ""
+    """Where to commit the last step; empty commits nothing."""
 
 
 class VerifySpec(Fact):
@@ -36,17 +48,8 @@ class VerifySpec(Fact):
     """Steps of the float32 curve that are run a second time from the start."""
     band_seeds: tuple[int, ...] = ()
     """Only with one rank: reruns of the float32 curve with the samples of each batch in another order."""
-
-
-class ResumeSpec(Fact):
-    """A commit to continue from, and how far."""
-
-    job: JobSpec
-    root: str
-    num_steps: int
-    float64: bool
-    commit_root: str = ""
-    """Where to commit the last step; empty commits nothing."""
+    continued: ResumeSpec | None = None
+    """A commit of the rung below to continue from with this rung's number of ranks."""
 
 
 def verify_rung(context: RankContext, spec: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def verify_rung(context: RankContext, spec: dict[str, Any]) -> dict[str, Any]:
     asked = VerifySpec.model_validate(spec)
     folder = Path(asked.legacy_folder)
     with deterministic_algorithms():
-        job = RankJob(context, asked.job, float64=False)
+        job = RankJob(context, asked.job)
         found: dict[str, Any] = {
             "facts": configuration(context, job),
             "initial_digest": job.initial_digest,
@@ -75,6 +78,8 @@ def verify_rung(context: RankContext, spec: dict[str, Any]) -> dict[str, Any]:
         )
         if asked.curve64 is not None:
             found["curve64"] = _train_anew(context, asked.job, asked.curve64, float64=True)
+        if asked.continued is not None:
+            found["continued"] = _resume(context, asked.continued)
         found["band"] = [
             _train_anew(
                 context, asked.job, asked.curve32.model_copy(update={"shuffle_seed": seed, "commit_after": None})
@@ -96,29 +101,33 @@ def probe_only(context: RankContext, spec: dict[str, Any]) -> dict[str, Any]:
 
 def resume_rung(context: RankContext, specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Continue from the last commit of each root, one after another, and say where and with what."""
-    found = []
     with deterministic_algorithms():
-        for asked in map(ResumeSpec.model_validate, specs):
-            context.journal.begin_section()
-            job = RankJob(context, asked.job, asked.float64)
-            folder = latest_commit(Path(asked.root))
-            if folder is None:
-                raise FileNotFoundError(f"expected a commit under {Path(asked.root).name}/, found none")
-            position = job.resume(folder)
-            stop = position.global_step + asked.num_steps
-            segment = SegmentSpec(
-                start_step=position.global_step,
-                num_steps=asked.num_steps,
-                commit_after=stop if asked.commit_root else None,
-                commit_root=asked.commit_root,
-            )
-            trace = job.train(segment)
-            found.append({
-                "world_size": dist.get_world_size(), "from_world_size": position.world_size, "start_step": position.global_step,
-                "committed_digest": read_commit(folder).position.parameters_digest, "ids": _ids(job, asked.num_steps, position.global_step),
-                "curve": trace.model_dump(mode="json"),
-            })  # fmt: skip
-    return found
+        return [_resume(context, ResumeSpec.model_validate(spec)) for spec in specs]
+
+
+def _resume(context: RankContext, asked: ResumeSpec) -> dict[str, Any]:
+    context.journal.begin_section()
+    job = RankJob(context, asked.job, asked.float64)
+    folder = latest_commit(Path(asked.root))
+    if folder is None:
+        raise FileNotFoundError(
+            f"expected a commit under {Path(asked.root).name}/, found none; run the rung that commits it first"
+        )
+    position = job.resume(folder)
+    loaded_digest = digest_parameters(job.model)
+    stop = position.global_step + asked.num_steps
+    segment = SegmentSpec(
+        start_step=position.global_step,
+        num_steps=asked.num_steps,
+        commit_after=stop if asked.commit_root else None,
+        commit_root=asked.commit_root,
+    )
+    trace = job.train(segment)
+    return {
+        "world_size": dist.get_world_size(), "from_world_size": position.world_size, "start_step": position.global_step,
+        "committed_digest": position.parameters_digest, "loaded_digest": loaded_digest,
+        "ids": _ids(job, asked.num_steps, position.global_step), "curve": trace.model_dump(mode="json"),
+    }  # fmt: skip
 
 
 def configuration(context: RankContext, job: RankJob) -> dict[str, Any]:

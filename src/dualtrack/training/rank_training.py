@@ -63,7 +63,7 @@ def parallelise(model: torch.nn.Module, context: RankContext, settings: Parallel
     return parallel
 
 
-def _sum_hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _sum_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Forget to divide, as a hook easily does: with a hook DDP no longer divides itself."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
