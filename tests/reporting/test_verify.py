@@ -66,8 +66,7 @@ def test_verification_needs_neither_torch_nor_network(run: Path) -> None:
         "def refuse(*arguments, **more): raise OSError('network used')\n"
         "socket.socket.connect = socket.getaddrinfo = refuse\n"
         "from pathlib import Path\n"
-        "from dualtrack.reporting.record_checks import check_record
-from dualtrack.reporting.verify import verify_run\n"
+        "from dualtrack.reporting.verify import verify_run\n"
         "result = verify_run(Path(sys.argv[1]))\n"
         "assert 'torch' not in sys.modules\n"
         "print(result.text()); sys.exit(0 if result.ok else 1)\n"
@@ -342,13 +341,21 @@ def test_clean_epochs_that_the_ledger_does_not_count_are_named(run: Path) -> Non
 
 def test_a_ratio_over_one_world_size_of_several_follows_from_the_trials() -> None:
     record = make_record("3_ddp_expansion")
-    four, eight = ([trial.model_copy(update={"track": "single" if trial.track == "legacy" else "ddp"}) for trial in make_trials("ddp")] for _ in range(2))
+    four, eight = (
+        [
+            trial.model_copy(update={"track": "single" if trial.track == "legacy" else "ddp"})
+            for trial in make_trials("ddp")
+        ]
+        for _ in range(2)
+    )
     trials = [trial.model_copy(update={"world_size": 4}) if trial.track == "ddp" else trial for trial in four]
     trials += [trial.model_copy(update={"position": trial.position + 12, "world_size": 8}) for trial in eight]
     ratio = ratio_from_trials(trials, "ddp", "step", world_size=8)
     assert isinstance(ratio, Ratio)
     assert len(ratio.pairs) == 6
-    observed = record.model_copy(update={"trials": tuple(trials), "observations": {**record.observations, "step_latency_ratio": ratio}})
+    observed = record.model_copy(
+        update={"trials": tuple(trials), "observations": {**record.observations, "step_latency_ratio": ratio}}
+    )
     assert list(check_record(observed)) == []
     other = ratio.model_copy(update={"pairs": ratio.pairs[::-1]})
     forged = observed.model_copy(update={"observations": {**record.observations, "step_latency_ratio": other}})
