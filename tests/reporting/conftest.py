@@ -1,5 +1,6 @@
 """A real browser for the pages, with every request recorded."""
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def example_pages(tmp_path_factory):
         return made[kind]
 
     return folder_of
+
+
+@pytest.fixture
+def run(tmp_path, example_pages):
+    """Hand out a fresh copy of a run; its figures are drawn already, its page is not to be trusted."""
+
+    def copy(kind):
+        folder = shutil.copytree(example_pages(kind), tmp_path / "reports" / example_pages(kind).name)
+        (folder / "index.html").unlink()
+        return folder
+
+    return copy
 
 
 @pytest.fixture(scope="session")

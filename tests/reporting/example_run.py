@@ -10,11 +10,20 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from dualtrack.facts.digests import canonical_json, sha256_file, sha256_json
 from dualtrack.facts.durable_files import write_atomically
+from dualtrack.facts.ledger import Ledger, Waiver
 from dualtrack.facts.observations import State
 from dualtrack.facts.records import STAGES, RunSummary, StageRecord
 from dualtrack.reporting.notebook_html import notebook_to_html
 
-KINDS = ("passed", "cpu only", "failed gate", "tool error", "crashed")
+WAIVER = Waiver(
+    at=START - timedelta(days=1),
+    stage="1_pinned_pool",
+    observation="step_latency_ratio",
+    who="Ada",
+    why="the faster host arrives in April",
+    until=START + timedelta(days=30),
+)
+KINDS = ("passed", "cpu only", "failed gate", "slow", "waived", "tool error", "crashed")
 
 
 def write_example_run(reports: Path, kind: str = "passed") -> Path:
@@ -22,13 +31,16 @@ def write_example_run(reports: Path, kind: str = "passed") -> Path:
 
     Args:
         reports: Where the run's folder goes.
-        kind: `passed` ran on CUDA; `cpu only` passed without GPU figures; in `failed gate` stage 2 delivered a wrong byte; in `tool error` a
-            measurement of stage 1 broke; in `crashed` the kernel of stage 2 was killed.
+        kind: `passed` ran on CUDA; `cpu only` passed without GPU figures; in `failed gate` stage 2 delivered a wrong byte; in
+            `slow` stage 1 missed its latency limit and in `waived` somebody answers for that; in `tool error` a measurement of stage 1 broke; in
+            `crashed` the kernel of stage 2 was killed.
     """
     records = {
         "passed": lambda: example_records("cuda"),
         "cpu only": lambda: example_records("cpu"),
         "failed gate": lambda: example_records("cpu", failing="divergence"),
+        "slow": lambda: example_records("cuda", failing="slow"),
+        "waived": lambda: example_records("cuda", failing="slow but waived"),
         "tool error": lambda: example_records("cpu", failing="tool error"),
         "crashed": lambda: {stage: record for stage, record in example_records("cpu").items() if stage[0] in "014"},
     }[kind]()
@@ -46,6 +58,8 @@ def write_example_run(reports: Path, kind: str = "passed") -> Path:
     if kind == "crashed":
         states["2_stream_prefetcher"] = "crashed at cell 6: signal 9 (SIGKILL)"
     _write_summary(run, states, records)
+    if kind == "waived":
+        Ledger(run / "ledger.jsonl").append(WAIVER)
     return run
 
 

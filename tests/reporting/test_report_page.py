@@ -2,65 +2,22 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from bs4 import BeautifulSoup
 from example_records import example_records
 from example_run import KINDS
-from example_trials import START, example_trials
+from page_reading import judged_again, soup_of, words
 
 from dualtrack.facts.derivations import table_rows
 from dualtrack.facts.errors import EvidenceError
-from dualtrack.facts.ledger import Ledger, Promotion, RollbackEntry, Waiver
-from dualtrack.facts.observations import Limit
-from dualtrack.facts.records import STAGES, Outcome, RunSummary, StageRecord
-from dualtrack.facts.verdicts import judge_stage
+from dualtrack.facts.records import Outcome, StageRecord
 from dualtrack.reporting.manifest import evidence_root, write_manifest
-from dualtrack.reporting.page_model import build_page
-from dualtrack.reporting.quantities import range_beside, with_binary_prefix, with_digits, with_time_unit
-from dualtrack.reporting.report_page import MAX_PAGE_BYTES, load_records, load_summary, write_page
+from dualtrack.reporting.quantities import range_beside, with_time_unit
+from dualtrack.reporting.report_page import MAX_PAGE_BYTES, load_records, load_summary, with_code_spans, write_page
 from dualtrack.reporting.verify import verify_run
-
-
-@pytest.fixture
-def run(tmp_path, example_pages):
-    """Hand out a fresh copy of a run; its figures are drawn already, its page is not to be trusted."""
-
-    def copy(kind):
-        folder = shutil.copytree(example_pages(kind), tmp_path / "reports" / example_pages(kind).name)
-        (folder / "index.html").unlink()
-        return folder
-
-    return copy
-
-
-def soup_of(folder):
-    return BeautifulSoup((folder / "index.html").read_bytes(), "html.parser")
-
-
-def words(element):
-    return " ".join(element.get_text(" ").split())
-
-
-def model_of(records, **more):
-    states = {stage: records[stage].verdict.state.value if stage in records else "not run" for stage in STAGES}
-    summary = RunSummary(
-        run="r", workload="digits", started_at=START, ended_at=START + timedelta(seconds=250), stages=states, seconds={}, complete=len(records) == 5,
-        exit_code=0, stable_digest="",
-    )  # fmt: skip
-    return build_page(records, more.pop("summary", summary), **more)
-
-
-def judged_again(record, **changes):
-    changed = record.model_copy(update=changes)
-    verdict = judge_stage(changed.observations, changed.limits, changed.planted_faults, changed.device)
-    changed = changed.model_copy(update={"verdict": verdict})
-    return changed.model_copy(update={"stable_digest": changed.compute_stable_digest()})
 
 
 def test_failed_gate_page_says_what_failed_by_how_much_and_what_to_do(run):
@@ -123,11 +80,6 @@ def test_first_screen_shows_the_largest_rung_and_the_baseline_first(run):
         "1 Pinned pool",
         "2 Stream prefetcher",
         "3 DDP expansion, 32 ranks",
-    ]
-    assert [row.title for row in model_of(example_records("cuda")).results][3:] == [
-        "DDP expansion, 4 ranks",
-        "DDP expansion, 8 ranks",
-        "DDP expansion, 32 ranks",
     ]
 
 
@@ -201,14 +153,6 @@ def test_equivalence_counts_are_the_records_sums_with_the_first_divergence(run):
     assert "0 of 92 differ" in words(soup_of(folder).select_one(".equivalence .note"))
 
 
-def test_zero_comparisons_are_not_shown_as_equal():
-    records = example_records()
-    only_values = {key: seen for key, seen in records["1_pinned_pool"].observations.items() if seen.kind != "equality"}
-    bare = records["1_pinned_pool"].model_copy(update={"observations": only_values})
-    row = model_of({**records, "1_pinned_pool": bare}).equivalence[1]
-    assert row.reason == "nothing was compared"
-
-
 def test_trust_box_names_root_code_inputs_machine_and_how_to_check(run):
     folder = run("passed")
     write_page(folder)
@@ -219,30 +163,6 @@ def test_trust_box_names_root_code_inputs_machine_and_how_to_check(run):
     assert "torch 2.11.0+cu128" in trust
     assert "NVIDIA H200" in trust
     assert example_records("cuda")["1_pinned_pool"].frozen_inputs_digest[:16] in trust
-
-
-def test_a_dirty_tree_and_stages_that_disagree_stand_out():
-    records = example_records()
-    dirty = json.loads(json.dumps(records["1_pinned_pool"].conditions))
-    dirty["before"]["code"] |= {"state": "dirty", "num_changed": 2, "num_untracked": 1, "difference_digest": "f" * 64}
-    changed = records["1_pinned_pool"].model_copy(update={"conditions": dirty, "frozen_inputs_digest": "0" * 64})
-    items = {item.term: item for item in model_of({**records, "1_pinned_pool": changed}).trust}
-    assert items["Code"].is_bad
-    assert items["Code"].value == "changed during the run: commit 4f1c09d2a7b3; clean, dirty; see Conditions"
-    alone = {item.term: item for item in model_of({"1_pinned_pool": changed}).trust}["Code"]
-    assert alone.is_bad
-    assert alone.value == "commit 4f1c09d2a7b3, dirty: 2 changed, 1 untracked, difference ffffffffffff"
-    assert items["Frozen inputs"].is_bad
-    assert items["Frozen inputs"].value.startswith("differs between stages")
-
-
-def test_conditions_that_were_not_collected_say_so():
-    records = {
-        stage: record.model_copy(update={"conditions": {"before": {"code": "not collected"}}})
-        for stage, record in example_records().items()
-    }
-    items = {item.term: item.value for item in model_of(records).trust}
-    assert {items["Code"], items["Environment"], items["Hardware"]} == {"not collected"}
 
 
 def test_planted_faults_and_rollbacks_of_each_gate_are_on_the_first_screen(run):
@@ -267,98 +187,6 @@ def test_a_fault_that_slipped_through_comes_first_and_in_capitals(run):
     assert words(page.select(".strip .state")[1]) == "tool error"
 
 
-def test_a_rollback_that_was_not_verified_stands_out():
-    record = example_records()["1_pinned_pool"]
-    failed = record.rollback.model_copy(update={"num_steps_equal": 22})
-    row = model_of({"1_pinned_pool": record.model_copy(update={"rollback": failed})}).rehearsals[0]
-    assert row.rollback_holds is False
-    assert "NOT verified: 22 of 23 steps equal" in row.rollback
-
-
-def test_waiver_lets_a_stage_stand_in_red_until_it_ends(run):
-    folder = run("cpu only")
-    record = StageRecord.load(folder / "records" / "1_pinned_pool.json")
-    (folder / "records" / "1_pinned_pool.json").unlink()
-    limits = (*record.limits, Limit(observation="waited_for", relation="equal", bound=True, reason="r"))
-    judged_again(record, limits=limits).save(folder / "records" / "1_pinned_pool.json")
-    waiver = {
-        "at": START,
-        "stage": "1_pinned_pool",
-        "observation": "waited_for",
-        "who": "Ada",
-        "why": "hardware on order",
-    }
-    Ledger(folder / "ledger.jsonl").append(Waiver(**waiver, until=START + timedelta(days=30)))
-    write_page(folder)
-    page = soup_of(folder)
-    assert words(page.select(".strip .state")[1]) == "waived"
-    assert "3 of 4 gates passed, 1 waived" in words(page.select_one(".verdict"))
-    assert "stage 1, waited_for: waived by Ada until 2026-04-13: hardware on order" in words(
-        page.select_one(".risks li.waiver")
-    )
-    (folder / "ledger.jsonl").unlink()
-    Ledger(folder / "ledger.jsonl").append(Waiver(**waiver, until=START + timedelta(seconds=1)))
-    write_page(folder)
-    assert words(soup_of(folder).select(".strip .state")[1]) == "not measured"
-    assert "EXPIRED waiver" in words(soup_of(folder).select_one(".risks li.waiver"))
-
-
-def test_promotions_and_rollbacks_come_from_the_run_s_ledger(run):
-    folder = run("cpu only")
-    ledger = Ledger(folder / "ledger.jsonl")
-    for stage, path in (
-        ("0_freeze_baseline", "legacy"),
-        ("1_pinned_pool", "pooled"),
-        ("2_stream_prefetcher", "prefetched"),
-    ):
-        ledger.append(Promotion(at=START, stage=stage, active_path=path, who="Ada", why="passed gate", run=folder.name))
-    write_page(folder)
-    assert "Promoted through stage 2, active path: prefetched" in words(soup_of(folder).select_one(".verdict"))
-    assert "promote 3_ddp_expansion" in words(soup_of(folder).select_one(".verdict"))
-    ledger.append(
-        RollbackEntry(
-            at=START, stage="2_stream_prefetcher", from_path="prefetched", to_path="pooled", who="Ada", why="drill"
-        )
-    )
-    write_page(folder)
-    assert "Promoted through stage 1, active path: pooled" in words(soup_of(folder).select_one(".verdict"))
-    assert "rolled back" in words(soup_of(folder).select(".strip li")[2])
-
-
-def test_a_rehearsed_rollback_of_a_stage_that_was_never_promoted_takes_nothing_back(run):
-    folder = run("cpu only")
-    rehearsal = RollbackEntry(
-        at=START,
-        stage="1_pinned_pool",
-        from_path="pooled",
-        to_path="legacy",
-        who="stage 1",
-        why="rehearsal",
-        verified=True,
-    )
-    Ledger(folder / "ledger.jsonl").append(rehearsal)
-    write_page(folder)
-    assert "rolled back" not in words(soup_of(folder).select_one(".strip"))
-
-
-def test_two_wild_runs_give_no_interval_worth_reading():
-    trials = example_trials(
-        "1_pinned_pool",
-        "cpu",
-        [
-            ("paired", "legacy", 0, 1),
-            ("paired", "pooled", 0, 1),
-            ("paired", "pooled", 1, 1),
-            ("paired", "legacy", 1, 1),
-        ],
-    )
-    slow = trials[1].model_copy(update={"step_seconds": tuple(50 * step for step in trials[1].step_seconds)})
-    record = example_records()["1_pinned_pool"].model_copy(update={"trials": (trials[0], slow, *trials[2:])})
-    latency = model_of({"1_pinned_pool": record}).results[1].cells[2]
-    assert latency.spread == "interval over 100-fold"
-    assert "(interval over 100-fold)" in latency.change
-
-
 def test_conditions_name_what_differs_between_stages(run):
     folder = run("cpu only")
     path = folder / "records" / "2_stream_prefetcher.json"
@@ -375,14 +203,6 @@ def test_conditions_name_what_differs_between_stages(run):
         == "load load_average_1 stage 0: 0.4; stage 1: 0.4; stage 2: 7.5; stage 3: 0.4; stage 4: 0.4"
     )
     assert "gpu name not collected" in words(section.select("table")[1])
-
-
-def test_a_damaged_ledger_grants_nothing(run):
-    folder = run("cpu only")
-    (folder / "ledger.jsonl").write_text('{"kind": "promotion"}\n{"kind": "promotion"}\n')
-    write_page(folder)
-    assert "the ledger is damaged and grants nothing" in words(soup_of(folder).select_one(".risks"))
-    assert "Nothing is promoted yet" in words(soup_of(folder).select_one(".verdict"))
 
 
 def test_a_failed_trial_shows_its_cause_in_the_table_of_trials(run):
@@ -459,6 +279,7 @@ def test_content_is_escaped(run):
     page = write_page(folder).read_text()
     assert "&lt;script&gt;alert(1)" in page
     assert page.count("<script>") == 1
+    assert with_code_spans("`a<b` & c") == "<code>a&lt;b</code> &amp; c"
 
 
 def test_a_page_above_two_megabytes_is_refused(run, monkeypatch):
@@ -510,30 +331,3 @@ def test_summary_that_is_no_summary_is_refused_by_name(run):
     (folder / "run.json").write_text("{}")
     with pytest.raises(EvidenceError, match=r"run\.json is not a summary"):
         load_summary(folder)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (with_digits(1234.567), "1,235"),
-        (with_digits(0.012345), "0.0123"),
-        (with_digits(0.99996), "1.00"),
-        (with_digits(9.996), "10.0"),
-        (with_digits(1.5e-9), "1.50e-09"),
-        (with_digits(0), "0"),
-        (with_digits(float("nan")), "nan"),
-        (with_binary_prefix(41.5 * 2**20), "41.5 MiB"),
-        (with_binary_prefix(0), "0 B"),
-        (with_binary_prefix(1023), "1,023 B"),
-        (with_binary_prefix(5 * 2**50), "5,120 TiB"),
-        (with_time_unit(0.00192), "1.92 ms"),
-        (with_time_unit(5e-6), "5.00 µs"),
-        (with_time_unit(90), "90.0 s"),
-        (with_time_unit(600), "10.0 min"),
-        (with_time_unit(9000), "2.50 h"),
-        (range_beside(0.9e-3, 1.1e-3, 1.0, "s"), "0.000900\u20130.00110"),
-        (range_beside(0.0019, 0.0021, 0.002, "s"), "1.90\u20132.10"),
-    ],
-)
-def test_quantities_read_well(text, expected):
-    assert text == expected

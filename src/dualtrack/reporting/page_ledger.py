@@ -6,9 +6,12 @@ from datetime import datetime
 from pathlib import Path
 
 from dualtrack.facts.errors import LedgerError
-from dualtrack.facts.ledger import Entry, Ledger, Promotion, RollbackEntry, Waiver
+from dualtrack.facts.ledger import LEGACY, Entry, Ledger, Promotion, RollbackEntry, Waiver
 from dualtrack.facts.records import StageRecord
 from dualtrack.facts.verdicts import blocks
+
+REHEARSAL = "rehearsal"
+"""Who promotes and rolls back in a stage's rehearsal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +40,20 @@ def read_ledger(path: Path, records: Mapping[str, StageRecord], at: datetime | N
         return LedgerFacts()
     ledger = Ledger(path)
     try:
-        entries, promoted = ledger.entries(), frozenset(ledger.promoted_stages())
+        entries = ledger.entries()
     except LedgerError as error:
         return LedgerFacts(problem=f"the ledger is damaged and grants nothing: {error}".splitlines()[0])
+    promoted, taken_back, path_now = _standing(entries)
     waivers = [entry for entry in entries if isinstance(entry, Waiver)]
     valid = {
         (waiver.stage, waiver.observation) for waiver in waivers if at is not None and waiver.at <= at < waiver.until
     }
     return LedgerFacts(
-        promoted=promoted,
-        rolled_back=_rolled_back(entries),
+        promoted=frozenset(promoted),
+        rolled_back=frozenset(taken_back),
         waived=frozenset(stage for stage, record in records.items() if _is_waived(record, valid)),
         waivers=tuple(_in_words(waiver, (waiver.stage, waiver.observation) in valid) for waiver in waivers),
-        active_path=ledger.active_path(),
+        active_path=path_now,
     )
 
 
@@ -58,18 +62,24 @@ def _is_waived(record: StageRecord, valid: set[tuple[str, str]]) -> bool:
     return bool(blocking) and all((record.stage, line.observation) in valid for line in blocking)
 
 
-def _rolled_back(entries: tuple[Entry, ...]) -> frozenset[str]:
-    """Return the stages that were promoted and are no longer; a rehearsal of a stage that never was promoted takes nothing back."""
+def _standing(entries: tuple[Entry, ...]) -> tuple[set[str], set[str], str]:
+    """Return the stages that are promoted, those that were and are no longer, and the active path.
+
+    Rehearsals are left out: each stage promotes and rolls back on purpose to show that it can, and nothing is promoted by that.
+    """
     promoted: set[str] = set()
     taken_back: set[str] = set()
+    path = LEGACY
     for entry in entries:
-        if isinstance(entry, Promotion):
+        if isinstance(entry, Promotion) and entry.who != REHEARSAL:
             promoted.add(entry.stage)
             taken_back.discard(entry.stage)
-        elif isinstance(entry, RollbackEntry):
+            path = entry.active_path
+        elif isinstance(entry, RollbackEntry) and entry.who != REHEARSAL:
             taken_back |= {stage for stage in promoted if stage >= entry.stage}
             promoted -= taken_back
-    return frozenset(taken_back)
+            path = entry.to_path
+    return promoted, taken_back, path
 
 
 def _in_words(waiver: Waiver, holds: bool) -> str:

@@ -9,20 +9,20 @@ from pathlib import Path
 
 from dualtrack.facts.observations import GateLine, State
 from dualtrack.facts.records import RunSummary, StageRecord, Trial
+from dualtrack.facts.verdicts import blocks
 from dualtrack.reporting.page_conditions import ConditionRow, condition_rows
 from dualtrack.reporting.page_evidence import (
     EquivalenceRow,
     Rehearsal,
     Risk,
-    TrustItem,
     equivalence_rows,
     noise_floor_text,
     open_risks,
     rehearsals,
-    trust_items,
 )
 from dualtrack.reporting.page_ledger import LedgerFacts
 from dualtrack.reporting.page_states import GATED_STAGES, StageStatus, stage_statuses
+from dualtrack.reporting.page_trust import TrustItem, trust_items
 from dualtrack.reporting.result_rows import ResultRow, result_rows
 
 MAX_FAILING_LINES = 2
@@ -133,41 +133,35 @@ def build_verdict(
     """Return the verdict line: the first gate in order that does not hold decides, else the run passed."""
     gates = [status for status in statuses if status.stage in GATED_STAGES]
     promoted = [status for status in gates if status.is_promoted]
-    text = (
-        f"Promoted through stage {promoted[-1].number}, active path: {ledger.active_path}."
-        if promoted
-        else "Nothing is promoted yet."
-    )
+    text = "Nothing is promoted by this run; `dualtrack status` tells what the project's ledger says."
+    if promoted:
+        text = f"Promoted through stage {promoted[-1].number}, active path: {ledger.active_path}."
     judged = [
         *gates,
         *(status for status in statuses if status.stage not in GATED_STAGES and status.state != "not run"),
     ]
-    open_gate = next((status for status in judged if not status.holds), None)
+    holding_back = [status for status in judged if not status.holds]
+    # a gate that ran and failed is worse news than an earlier one that was left out
+    open_gate = next((status for status in holding_back if status.state != "not run"), next(iter(holding_back), None))
     if open_gate is None:
         return _all_passed(records, gates, text, run)
     record = records.get(open_gate.stage)
-    name = f"Stage {open_gate.number}, {open_gate.title}: {open_gate.state}"
     if record is None or open_gate.shape in ("crashed", "not-run"):
-        return _unfinished(open_gate, name, text, run)
-    blocking = _blocking_lines(record)
-    shown = [_against_limit(line) for line in blocking[:MAX_FAILING_LINES]]
-    if len(blocking) > MAX_FAILING_LINES:
-        shown.append(
-            VerdictLine(
-                what=f"and {len(blocking) - MAX_FAILING_LINES} more lines of this gate",
-                link=f"#stage-{open_gate.number}",
-            )
-        )
+        return _unfinished(open_gate, text, run)
     replays = [row.replay for row in equivalence_rows({open_gate.stage: record}, statuses, run) if row.replay]
     return Verdict(
         state=open_gate.state,
         shape=open_gate.shape,
-        headline=name,
+        headline=_headline(open_gate),
         promoted=text,
-        lines=tuple(shown),
+        lines=_blocking_lines(record, open_gate),
         next_action=record.verdict.next_action,
-        commands=tuple(replays),
+        commands=tuple(replays) or (f"dualtrack run --resume {run}",),
     )
+
+
+def _headline(status: StageStatus) -> str:
+    return f"Stage {status.number}, {status.title}: {status.state}"
 
 
 def _all_passed(records: Mapping[str, StageRecord], gates: list[StageStatus], promoted: str, run: str) -> Verdict:
@@ -199,7 +193,7 @@ def _all_passed(records: Mapping[str, StageRecord], gates: list[StageStatus], pr
     )
 
 
-def _unfinished(status: StageStatus, name: str, promoted: str, run: str) -> Verdict:
+def _unfinished(status: StageStatus, promoted: str, run: str) -> Verdict:
     if status.state == "not run":
         next_action = "Run the stages that are missing; finished ones are verified and kept."
     else:
@@ -207,7 +201,7 @@ def _unfinished(status: StageStatus, name: str, promoted: str, run: str) -> Verd
     return Verdict(
         state=status.state,
         shape=status.shape,
-        headline=name,
+        headline=_headline(status),
         promoted=promoted,
         lines=(
             VerdictLine(what="What was seen last", statistic=status.detail)
@@ -220,16 +214,20 @@ def _unfinished(status: StageStatus, name: str, promoted: str, run: str) -> Verd
     )
 
 
-def _blocking_lines(record: StageRecord) -> list[GateLine]:
-    """Return the lines in the state that decided, the deciding one first."""
-    lines = [line for line in record.verdict.lines if line.state == record.verdict.state and not line.advisory]
-    return sorted(lines, key=lambda line: line.observation != record.verdict.deciding)
-
-
-def _against_limit(line: GateLine) -> VerdictLine:
-    return VerdictLine(
-        what=line.what, statistic=line.statistic, limit=line.limit + (f", n = {line.num:,}" if line.num > 1 else "")
-    )
+def _blocking_lines(record: StageRecord, status: StageStatus) -> tuple[VerdictLine, ...]:
+    """Return the first lines that keep the gate from passing, the deciding one on top, and how many more there are."""
+    lines = [line for line in record.verdict.lines if blocks(line, record.device)]
+    lines.sort(key=lambda line: (line.observation != record.verdict.deciding, line.state != record.verdict.state))
+    shown = [
+        VerdictLine(
+            what=line.what, statistic=line.statistic, limit=line.limit + (f", n = {line.num:,}" if line.num > 1 else "")
+        )
+        for line in lines[:MAX_FAILING_LINES]
+    ]
+    if len(lines) > MAX_FAILING_LINES:
+        more = f"and {len(lines) - MAX_FAILING_LINES} more of this gate's lines"
+        shown.append(VerdictLine(what=more, link=f"#stage-{status.number}"))
+    return tuple(shown)
 
 
 def _section(status: StageStatus, record: StageRecord) -> StageSection:

@@ -134,7 +134,7 @@ def _traffic(record: StageRecord | None) -> str:
     sizes = sorted({trial.world_size for trial in record.trials if trial.world_size > 1})
     if sizes:
         fractions = {trial.data_fraction for trial in record.trials if trial.world_size > 1}
-        data = f" · {100 * min(fractions):g} % of data" if min(fractions) < 1 else ""
+        data = f" · {100 * min(fractions):g} % data" if min(fractions) < 1 else ""
         return f"{' → '.join(map(str, sizes))} ranks{data}"
     return "legacy carries 100 %" if record.stage == STAGES[0] else ""
 

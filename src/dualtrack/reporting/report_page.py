@@ -6,12 +6,13 @@ The same run folder gives the same bytes: no clock is read, and everything is so
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from pydantic import ValidationError
 
 from dualtrack.facts.durable_files import write_atomically
@@ -115,6 +116,7 @@ def render_page(model: PageModel, figures: Mapping[str, list[dict[str, Any]]], r
     )
     environment.filters.update(
         slug=slug,
+        prose=with_code_spans,
         digits=quantities.with_digits,
         time=quantities.with_time_unit,
         bytes=quantities.with_binary_prefix,
@@ -131,6 +133,11 @@ def render_page(model: PageModel, figures: Mapping[str, list[dict[str, Any]]], r
         script=Markup(script),
         script_digest=script_digest,
     )
+
+
+def with_code_spans(text: str) -> Markup:
+    """Return escaped text in which what stands between backticks is code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _root_or_problem(run_folder: Path) -> str:

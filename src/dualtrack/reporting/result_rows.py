@@ -75,7 +75,7 @@ def _cell(metric: str, cell: TableCell) -> ResultCell:
         bound = f"at most {with_digits(100 * cell.high)} %" if cell.high is not None else ""
         return ResultCell(metric=metric, value=f"{cell.value:.0f} of {cell.num:,}", spread=bound, num="fresh processes")
     spread = _interval(cell.low, cell.high, cell.value, cell.unit)
-    num, change = f"n = {cell.num:,} {cell.counted}", ""
+    num, change = f"n = {cell.num:,} {cell.counted if cell.num != 1 else cell.counted.removesuffix('s')}", ""
     if cell.change is not None:
         change = with_digits(cell.change.ratio)
         if cell.change.low is not None and cell.change.high is not None:
