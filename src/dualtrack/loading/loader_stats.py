@@ -64,10 +64,10 @@ class ThinnedSeries:
 
     def add(self, value: int) -> None:
         """Note the figure now."""
+        if self._num_seen % self._stride == 0 and len(self._points) == self._length:
+            del self._points[1::2]
+            self._stride *= 2
         if self._num_seen % self._stride == 0:
-            if len(self._points) == self._length:
-                del self._points[1::2]
-                self._stride *= 2
             self._points.append((round(time.monotonic() - self._started, 6), value))
         self._num_seen += 1
 
