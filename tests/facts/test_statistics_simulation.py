@@ -45,7 +45,9 @@ class Session:
 
     def _median(self, chance: np.random.Generator, level: float) -> float:
         noise = signal.lfilter(
-            [np.sqrt(1 - self.step_correlation**2)], [1, -self.step_correlation], chance.normal(0, self.step_spread, self.num_steps)
+            [np.sqrt(1 - self.step_correlation**2)],
+            [1, -self.step_correlation],
+            chance.normal(0, self.step_spread, self.num_steps),
         )
         stalls = 1 + 3 * (chance.random(self.num_steps) < 0.01)
         return float(np.median(0.01 * level * (1 + chance.normal(0, self.run_spread)) * (1 + noise) * stalls))
