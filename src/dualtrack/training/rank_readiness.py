@@ -29,7 +29,7 @@ def make_repeatable(workload: Workload, model: nn.Module) -> list[str]:
     for name in active:
         _set_dropout(model.get_submodule(name), 0.0)
     if active:
-        notes.append(f"dropout is off in equality runs: {', '.join(active)}")
+        notes.append(f"dropout is off in equality runs: {', '.join(name or 'the model itself' for name in active)}")
     return notes
 
 
