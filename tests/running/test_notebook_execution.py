@@ -26,14 +26,21 @@ def make_notebook(folder: Path, *cells: str, tagged: bool = True) -> Path:
 def run(folder: Path, *cells: str, timeout_seconds: float = 60.0, **parameters: object) -> tuple[Ending, str]:
     """Execute a notebook of the cells and return its ending and the text of the executed file."""
     target = folder / "out" / "executed.ipynb"
-    ending = execute_notebook(make_notebook(folder, *cells), target, parameters, root=folder, timeout_seconds=timeout_seconds)
+    ending = execute_notebook(
+        make_notebook(folder, *cells), target, parameters, root=folder, timeout_seconds=timeout_seconds
+    )
     return ending, target.read_text()
 
 
 def test_parameters_arrive_typed_and_the_kernel_is_this_interpreter(tmp_path: Path) -> None:
     import sys
 
-    ending, _ = run(tmp_path, f"import sys, os\nassert (number, ramp) == (5, [0.0, 1.0]) and sys.executable == {sys.executable!r}", number=5, ramp=[0.0, 1.0])
+    ending, _ = run(
+        tmp_path,
+        f"import sys, os\nassert (number, ramp) == (5, [0.0, 1.0]) and sys.executable == {sys.executable!r}",
+        number=5,
+        ramp=[0.0, 1.0],
+    )
     assert ending == Ending(kind="completed")
 
 
@@ -55,7 +62,11 @@ def test_an_error_is_named_with_its_text(tmp_path: Path) -> None:
 def test_an_early_exit_is_no_completion_of_the_later_cells(tmp_path: Path) -> None:
     ending, text = run(tmp_path, "import sys; sys.exit(0)", "open('reached', 'w')")
     assert not (tmp_path / "reached").exists()
-    assert ending.kind in ("error", "completed", "dead kernel")  # whatever papermill makes of it: the stage's own mark is missing
+    assert ending.kind in (
+        "error",
+        "completed",
+        "dead kernel",
+    )  # whatever papermill makes of it: the stage's own mark is missing
     assert text
 
 
@@ -95,7 +106,11 @@ def test_a_brace_in_the_path_is_no_format_field(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_carries_no_path_of_this_machine(tmp_path: Path) -> None:
-    _, text = run(tmp_path, "import os, sys; print(os.getcwd(), sys.prefix)", "import dualtrack.facts.project as p; p.find_project(os.getcwd() + '/x')")
+    _, text = run(
+        tmp_path,
+        "import os, sys; print(os.getcwd(), sys.prefix)",
+        "import dualtrack.facts.project as p; p.find_project(os.getcwd() + '/x')",
+    )
     for place in (str(tmp_path), os.sys.prefix, str(Path(__file__).parents[2])):  # type: ignore[attr-defined]
         assert place not in text
     assert "<project>" in text

@@ -14,7 +14,17 @@ def test_a_value_is_what_json_says_it_is(text: str, value: object) -> None:
     assert (parsed, type(parsed)) == (value, type(value))
 
 
-@pytest.mark.parametrize("assignment", ["num_pairs=12e4567", "num_pairs=007", "num_pairs=true", "num_pairs=1_000", "num_pairs=six", "1_pinned_pool.cap_bytes=-1"])
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "num_pairs=12e4567",
+        "num_pairs=007",
+        "num_pairs=true",
+        "num_pairs=1_000",
+        "num_pairs=six",
+        "1_pinned_pool.cap_bytes=-1",
+    ],
+)
 def test_an_ill_typed_value_is_refused(assignment: str) -> None:
     with pytest.raises(ValueError, match=r"num_pairs|cap_bytes"):
         collect_parameters([assignment], {})
@@ -22,7 +32,12 @@ def test_an_ill_typed_value_is_refused(assignment: str) -> None:
 
 @pytest.mark.parametrize(
     ("assignment", "hint"),
-    [("num_piars=3", "num_pairs"), ("1_pined_pool.num_pairs=3", "1_pinned_pool"), ("1_pinned_pool.cap_byte=3", "cap_bytes"), ("seed", "name=value")],
+    [
+        ("num_piars=3", "num_pairs"),
+        ("1_pined_pool.num_pairs=3", "1_pinned_pool"),
+        ("1_pinned_pool.cap_byte=3", "cap_bytes"),
+        ("seed", "name=value"),
+    ],
 )
 def test_an_unknown_name_shows_the_nearest_valid_one(assignment: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):

@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from dualtrack.facts.errors import FrozenInputError
 from dualtrack.training.frozen_batches import decode_batch, digest_batch, digest_parameters, digest_tensor, encode_batch
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
 
 
 @st.composite
@@ -19,20 +29,32 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Draw a dense tensor of any dtype, also 0-dim, empty, transposed and strided."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     size = int(torch.tensor(shape).prod()) if shape else 1
-    raw = torch.tensor(draw(st.lists(st.integers(0, 100), min_size=size, max_size=size)), dtype=torch.float32).reshape(shape)
+    raw = torch.tensor(draw(st.lists(st.integers(0, 100), min_size=size, max_size=size)), dtype=torch.float32).reshape(
+        shape
+    )
     value = raw.to(draw(st.sampled_from(DTYPES)))
     if value.ndim >= 2 and draw(st.booleans()):
         value = value.transpose(0, 1)
     return value[::2] if value.ndim and draw(st.booleans()) else value
 
 
-LEAVES = tensors() | st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+LEAVES = (
+    tensors()
+    | st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+)
 BATCHES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.tuples(inner, inner)
-    | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict)
+    ),
     max_leaves=6,
 )
 

@@ -102,7 +102,9 @@ def run_or_raise(target: str, arguments: dict[str, Any], deadline_seconds: float
 def _main_module_left_alone() -> Iterator[None]:
     """Keep multiprocessing from running the caller's script again in the trial: targets are importable modules, the script is not needed."""
     main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    hidden: dict[str, Any] = {
+        name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__
+    }
     main.__spec__ = None
     try:
         yield

@@ -8,6 +8,12 @@ EVERY_TRIAL = "one crash in a dozen fresh processes is a defect, not noise; zero
 FREEZE = (
     Limit(observation="batches_repeat", relation="equal", bound=0, reason="a baseline that does not repeat proves nothing", primary=True),
     Limit(observation="legacy_repeats", relation="equal", bound=0, reason="legacy against legacy is the numeric noise floor; with deterministic algorithms it is zero"),
+    Limit(
+        observation="copy_keeps_batches",
+        relation="equal",
+        bound=0,
+        reason="stages 1 and 2 compare copies bit for bit; scaling, casting and unpacking belong into loss()",
+    ),
     Limit(observation="trial_failures", relation="at most", bound=0, reason=EVERY_TRIAL),
 )  # fmt: skip
 
@@ -26,6 +32,7 @@ MEMORY = (
 
 TRANSFER = (
     Limit(observation="clean_epochs", relation="at least", bound=100, reason="the mission: 100 consecutive clean epochs before legacy goes", primary=True),
+    Limit(observation="batches_equal_frozen", relation="equal", bound=0, reason=BIT_EQUAL),
     Limit(observation="transfer_shadow", relation="equal", bound=0, reason=BIT_EQUAL),
     Limit(observation="loader_shadow", relation="equal", bound=0, reason=BIT_EQUAL),
     Limit(observation="training_equals_baseline", relation="equal", bound=0, reason=BIT_EQUAL),

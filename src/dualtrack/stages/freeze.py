@@ -23,7 +23,7 @@ from dualtrack.facts.frozen_inputs import (
     load_manifest,
     verify_batches,
 )
-from dualtrack.facts.observations import Divergence, Equality, Value
+from dualtrack.facts.observations import Divergence, Equality, Observation, Value
 from dualtrack.facts.project import Project
 from dualtrack.facts.records import PlantedFault, StageRecord
 from dualtrack.facts.settings import FreezeSettings
@@ -35,7 +35,7 @@ from dualtrack.stages.comparison import compare_batches, compare_traces
 from dualtrack.stages.default_limits import default_limits
 from dualtrack.stages.stage_run import Findings, StageRun, save_record
 from dualtrack.stages.trial_series import TrialSeries
-from dualtrack.training.frozen_run import FrozenEpoch
+from dualtrack.training.frozen_run import EqualityTrace, FrozenEpoch
 
 RECORD = "dualtrack.training.frozen_run:record_epoch"
 
@@ -79,13 +79,9 @@ def run_freeze_stage(run: StageRun) -> StageRecord:
         run.manifest = freeze_inputs(run.project, settings, "first freeze, by stage 0")
         run.limits = load_limits(run.frozen_folder)[run.stage]
         run.notes.append("Nothing was frozen yet: this run froze the legacy loader's first epoch.")
-    findings = Findings(stable_keys=("batches_repeat", "legacy_repeats", "num_frozen_batches"))
+    findings = Findings(stable_keys=("batches_repeat", "legacy_repeats", "copy_keeps_batches", "num_frozen_batches"))
     findings.observe("batches_repeat", "legacy batches against the freeze", lambda: _batches_repeat(run))
-    findings.observe(
-        "legacy_repeats",
-        "legacy training against its baseline",
-        lambda: compare_traces(ensure_baseline(run), trace_path(run, "legacy")),
-    )
+    _repeat_training(run, findings)
     findings.observations["num_frozen_batches"] = Value(what="frozen batches", value=len(run.frozen.batches))
     series = TrialSeries(run)
     series.sample_memory(["legacy"])
@@ -95,6 +91,21 @@ def run_freeze_stage(run: StageRun) -> StageRecord:
     findings.observations["trial_failures"] = failures_from_trials(series.trials, "legacy and cached-batch runs")
     findings.planted_faults = [_plant_changed_byte(run), _plant_other_seed(run)]
     return save_record(run, findings)
+
+
+def _repeat_training(run: StageRun, findings: Findings) -> None:
+    """Train the legacy path on the frozen epoch again; its copies must be the frozen batches, and its steps the baseline's."""
+    traces: list[EqualityTrace] = []
+
+    def repeats() -> Observation:
+        baseline = ensure_baseline(run)
+        traces.append(trace_path(run, "legacy"))
+        return compare_traces(baseline, traces[0])
+
+    findings.observe("legacy_repeats", "legacy training against its baseline", repeats)
+    if traces:
+        what = "tensors that to_device() returned against the frozen batches (same containers, dtypes and bits)"
+        findings.observe("copy_keeps_batches", what, lambda: compare_batches(what, run.frozen, traces[0].batches))
 
 
 def _batches_repeat(run: StageRun) -> Equality:

@@ -4,19 +4,17 @@ import tempfile
 import time
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from dualtrack.facts.errors import CapacityError, LoaderError, StageRefused
+from dualtrack.facts.errors import CapacityError, StageRefused
 from dualtrack.facts.observations import Fact
 from dualtrack.loading.pooled_loader import PooledLoader
 from dualtrack.stages.stage_run import refuse_distributed
-from dualtrack.training.data_paths import open_data_path
-from dualtrack.training.frozen_batches import digest_tensor
+from dualtrack.training.data_paths import open_data_path, poolable_loader
+from dualtrack.training.frozen_batches import digest_leaves
 from dualtrack.training.loop import choose_device
-from dualtrack.training.workload import Split, Workload, load_workload, seed_everything
+from dualtrack.training.workload import Split, load_workload, seed_everything
 
 
 class PoolProbe(Fact):
@@ -34,10 +32,10 @@ def probe_full_pool(
     workload: str, device: str, seed: int, cap_bytes: int, slot_bytes: int, sleep_seconds: float
 ) -> PoolProbe:
     """Let the workers run against a consumer that sleeps: the pool must fill, and then the producer must wait."""
-    where = choose_device(device)
+    where, job = choose_device(device), load_workload(workload)
     seed_everything(seed)
     with PooledLoader(
-        load_workload(workload).legacy_loader("train"), device=where, cap_bytes=cap_bytes, slot_bytes=slot_bytes
+        poolable_loader(job, job.legacy_loader("train")), device=where, cap_bytes=cap_bytes, slot_bytes=slot_bytes
     ) as loader:
         return _drain(loader, cap_bytes, sleep_seconds)
 
@@ -50,10 +48,18 @@ def probe_isolated_pools(
     seed_everything(seed)
     with (
         PooledLoader(
-            job.legacy_loader("train"), device=where, cap_bytes=cap_bytes, slot_bytes=slot_bytes, name="train"
+            poolable_loader(job, job.legacy_loader("train")),
+            device=where,
+            cap_bytes=cap_bytes,
+            slot_bytes=slot_bytes,
+            name="train",
         ) as train,
         PooledLoader(
-            job.legacy_loader("eval"), device=where, cap_bytes=eval_cap_bytes, slot_bytes=slot_bytes, name="eval"
+            poolable_loader(job, job.legacy_loader("eval")),
+            device=where,
+            cap_bytes=eval_cap_bytes,
+            slot_bytes=slot_bytes,
+            name="eval",
         ) as evaluation,
     ):
         digests: dict[str, list[str]] = {"train": [], "eval": []}
@@ -62,7 +68,7 @@ def probe_isolated_pools(
         for train_batch, eval_batch in zip_longest(train, evaluation):
             for name, loader, batch in (("train", train, train_batch), ("eval", evaluation, eval_batch)):
                 if batch is not None:
-                    digests[name].append(_digest(batch))
+                    digests[name].append(digest_leaves(batch))
                 samples[name].append((time.perf_counter() - started, loader.stats().slots_in_use_bytes))
         pairs = (("train", train, cap_bytes), ("eval", evaluation, eval_cap_bytes))
         return {name: _probe(loader, cap, samples[name], digests[name]) for name, loader, cap in pairs}
@@ -72,15 +78,18 @@ def digest_split(workload: str, split: Split, device: str, seed: int) -> tuple[s
     """Return one digest a batch of the legacy path over one epoch of `split`."""
     seed_everything(seed)
     with open_data_path("legacy", load_workload(workload), choose_device(device), split=split) as path:
-        return tuple(_digest(batch) for batch in path.epoch())
+        return tuple(digest_leaves(batch) for batch in path.epoch())
 
 
 def probe_small_cap(workload: str, device: str, cap_bytes: int, slot_bytes: int) -> str:
     """Return the refusal that a cap below one batch meets, or an empty string when nothing refused it."""
-    job: Workload = load_workload(workload)
+    job = load_workload(workload)
     try:
         with PooledLoader(
-            job.legacy_loader("train"), device=choose_device(device), cap_bytes=cap_bytes, slot_bytes=slot_bytes
+            poolable_loader(job, job.legacy_loader("train")),
+            device=choose_device(device),
+            cap_bytes=cap_bytes,
+            slot_bytes=slot_bytes,
         ) as loader:
             next(iter(loader))
     except CapacityError as error:
@@ -103,15 +112,6 @@ def probe_process_group() -> str:
     return ""
 
 
-def _data_loader(workload: Workload, split: Split) -> DataLoader[Any]:
-    loader = workload.legacy_loader(split)
-    if not isinstance(loader, DataLoader):
-        raise LoaderError(
-            f"expected a torch DataLoader from {workload.name}.legacy_loader(), got {type(loader).__name__}; only that can be pooled"
-        )
-    return loader
-
-
 def _drain(loader: PooledLoader, cap_bytes: int, sleep_seconds: float) -> PoolProbe:
     digests: list[str] = []
     samples: list[tuple[float, int]] = []
@@ -119,7 +119,7 @@ def _drain(loader: PooledLoader, cap_bytes: int, sleep_seconds: float) -> PoolPr
     for batch in loader:
         time.sleep(sleep_seconds)
         samples.append((time.perf_counter() - started, loader.stats().slots_in_use_bytes))
-        digests.append(_digest(batch))
+        digests.append(digest_leaves(batch))
     return _probe(loader, cap_bytes, samples, digests)
 
 
@@ -129,8 +129,3 @@ def _probe(loader: PooledLoader, cap_bytes: int, samples: list[tuple[float, int]
         cap_bytes=cap_bytes, pool_bytes_over_time=tuple(samples), pool_peak_bytes=stats.pool_peak_bytes,
         producer_wait_seconds=stats.producer_wait_seconds, batch_digests=tuple(digests),
     )  # fmt: skip
-
-
-def _digest(batch: Any) -> str:
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return " ".join(digest_tensor(leaf) for leaf in leaves)

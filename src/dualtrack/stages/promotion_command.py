@@ -50,7 +50,7 @@ def promote_stage(
             run_digest=sha256_file(folder / "manifest.json"),
             hardware_identity=site.hardware_identity,
             frozen_inputs_digest=frozen.digest,
-        )  # fmt: skip
+        )
     )
     return f"promoted {stage} ({grounds}); active path: {ledger.active_path()}; ledger root {ledger.root_digest()[:16]}"
 

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Sized
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from dualtrack.facts.errors import LoaderError
 from dualtrack.loading.pooled_loader import PooledLoader
@@ -18,6 +19,19 @@ from dualtrack.loading.stream_prefetcher import CUDADataPrefetcher
 from dualtrack.training.workload import Split, Workload
 
 DEFAULT_CAP_BYTES = 64 * 2**20
+
+
+def poolable_loader(workload: Workload, loader: Any) -> DataLoader[Any]:
+    """Return `loader` if a pool can go around it.
+
+    Raises:
+        LoaderError: It is no torch `DataLoader`.
+    """
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(
+            f"expected a torch DataLoader from {workload.name}.legacy_loader(), got {type(loader).__name__}; only that can be pooled"
+        )
+    return loader
 
 
 class DataPath(ABC):
@@ -58,7 +72,7 @@ class PinnedPath(DataPath):
 
     def epoch(self) -> Generator[Any, None, None]:
         """Iterate over one epoch of device batches."""
-        if self.device.type != "cuda" or not isinstance(self.loader, torch.utils.data.DataLoader):
+        if self.device.type != "cuda" or not isinstance(self.loader, DataLoader):
             raise ValueError(
                 "the pinned path needs a CUDA device and a torch DataLoader; measure it on a machine with both"
             )
@@ -78,11 +92,13 @@ class PooledPath(DataPath):
     ) -> None:
         """Wrap the legacy loader in a pool of at most `cap_bytes`."""
         super().__init__(workload, device, split)
-        if not isinstance(self.loader, torch.utils.data.DataLoader):
-            raise LoaderError(
-                f"expected a torch DataLoader from {workload.name}.legacy_loader(), got {type(self.loader).__name__}; only that can be pooled"
-            )
-        self.pooled = PooledLoader(self.loader, device=device, cap_bytes=cap_bytes, slot_bytes=slot_bytes, name=split)
+        self.pooled = PooledLoader(
+            poolable_loader(workload, self.loader),
+            device=device,
+            cap_bytes=cap_bytes,
+            slot_bytes=slot_bytes,
+            name=split,
+        )
 
     def epoch(self) -> Generator[Any, None, None]:
         """Iterate over one epoch of device batches."""

@@ -24,7 +24,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(plain.numpy())
+    return memoryview(plain.numpy())  # type: ignore[arg-type] # numpy arrays offer the buffer protocol
 
 
 def digest_tensor(tensor: torch.Tensor) -> str:
@@ -50,7 +50,9 @@ def encode_batch(batch: Any, prefix: str) -> tuple[Any, dict[str, torch.Tensor]]
                 raise FrozenInputError(
                     f"{path}: expected a dense tensor, got layout {value.layout}; freeze its dense parts instead"
                 )
-            tensors[path] = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+            tensors[path] = (
+                value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+            )
             return {"kind": "tensor", "name": path}
         if value is None or type(value) in (bool, int, str):
             return {"kind": "plain", "value": value}
@@ -90,6 +92,12 @@ def decode_batch(structure: Mapping[str, Any], tensors: Mapping[str, torch.Tenso
         return items if kind == "list" else tuple(items)
     pairs = [(key, decode_batch(item, tensors)) for key, item in structure["items"]]
     return OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)
+
+
+def digest_leaves(batch: Any) -> str:
+    """Return the digests of a batch's tensors in order, as one text; two batches of one structure are equal when these are."""
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return " ".join(digest_tensor(leaf) for leaf in leaves)
 
 
 def digest_batch(batch: Any, prefix: str) -> tuple[Any, dict[str, str]]:

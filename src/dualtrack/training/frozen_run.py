@@ -120,19 +120,23 @@ def train_on_frozen_epoch(spec: EqualitySpec) -> EqualityTrace:
         job = TrainingJob(workload, device, spec.seed)
         initial = digest_parameters(job.model)
         delivered: list[FrozenBatch] = []
-
-        def keep(step: int, batch: Any) -> None:
-            delivered.append(_frozen_batch(*encode_batch(batch, f"batch_{step:04d}"), None))
-
         with open_data_path(
             spec.path, workload, device, cap_bytes=spec.cap_bytes, slot_bytes=spec.slot_bytes
         ) as opened:
-            losses, norms = run_equality_steps(job, opened.epoch(), spec.num_steps, keep)
+            losses, norms = run_equality_steps(
+                job, opened.epoch(), spec.num_steps, lambda step, batch: delivered.append(digest_delivered(batch, step))
+            )
             stats = opened.stats()
         return EqualityTrace(
             path=spec.path, losses=tuple(losses), gradient_norms=tuple(norms), initial_parameters_digest=initial,
             final_parameters_digest=digest_parameters(job.model), batches=tuple(delivered), loader_stats=stats,
         )  # fmt: skip
+
+
+def digest_delivered(batch: Any, step: int) -> FrozenBatch:
+    """Return structure and digests of a batch that a path delivered at `step`, to be compared with the frozen one."""
+    structure, tensors = encode_batch(batch, f"batch_{step:04d}")
+    return _frozen_batch(structure, tensors, None)
 
 
 def load_frozen_batches(folder: Path, manifest: FrozenManifest, workload: str) -> list[Any]:

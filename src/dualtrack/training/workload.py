@@ -25,7 +25,10 @@ class Workload(Protocol):
         """Build the old loader, usually a `torch.utils.data.DataLoader`, exactly as the old trainer does."""
 
     def to_device(self, batch: Any, device: torch.device) -> Any:
-        """Copy one host batch to `device` as the old trainer does (synchronous, pageable)."""
+        """Copy one host batch to `device` as the old trainer does (synchronous, pageable), into the same containers and dtypes.
+
+        What the old trainer changes after the copy (scaling, casting, unpacking) belongs into `loss`: stage 2 compares the copies bit for bit.
+        """
 
     def model(self) -> torch.nn.Module:
         """Build the model with fresh parameters, on the CPU."""

@@ -58,7 +58,7 @@ class Digits:
     def to_device(self, batch: Any, device: torch.device) -> Any:
         """Copy images `[B, 1, 8, 8]` and classes `[B]` with two blocking copies."""
         images, labels = batch
-        return images.to(device), labels.to(device)
+        return [images.to(device), labels.to(device)]
 
     def model(self) -> nn.Module:
         """Build a CNN of 25,826 parameters with GroupNorm."""
