@@ -10,8 +10,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from dualtrack.facts.digests import canonical_json, sha256_file, sha256_json
 from dualtrack.facts.durable_files import write_atomically
-from dualtrack.facts.ledger import Ledger, Waiver
-from dualtrack.facts.observations import State
+from dualtrack.facts.ledger import CleanEpochs, Ledger, Waiver
+from dualtrack.facts.observations import State, Value
 from dualtrack.facts.records import STAGES, RunSummary, StageRecord
 from dualtrack.reporting.notebook_html import notebook_to_html
 
@@ -58,9 +58,18 @@ def write_example_run(reports: Path, kind: str = "passed") -> Path:
     if kind == "crashed":
         states["2_stream_prefetcher"] = "crashed at cell 6: signal 9 (SIGKILL)"
     _write_summary(run, states, records)
-    if kind == "waived":
-        Ledger(run / "ledger.jsonl").append(WAIVER)
+    _write_ledger(run, records, (WAIVER,) if kind == "waived" else ())
     return run
+
+
+def _write_ledger(run: Path, records: dict[str, StageRecord], waivers: tuple[Waiver, ...]) -> None:
+    """Write what the stages enter: the clean epochs that stage 2 claims, beside waivers."""
+    ledger = Ledger(run / "ledger.jsonl")
+    for waiver in waivers:
+        ledger.append(waiver)
+    claimed = records["2_stream_prefetcher"].observations["clean_epochs"] if "2_stream_prefetcher" in records else None
+    if isinstance(claimed, Value):
+        ledger.append(CleanEpochs(at=START, key=sha256_json("key"), num_epochs=int(claimed.value)))
 
 
 def _write_summary(run: Path, states: dict[str, str], records: dict[str, StageRecord]) -> None:

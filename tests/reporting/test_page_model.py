@@ -103,3 +103,16 @@ def test_a_candidate_that_is_too_slow_fails_with_its_ratio_interval_and_limit():
     (line,) = verdict.lines
     assert re.match(r"ratio 1\.\d+ \(1\.\d+-1\.\d+\), 6 of 6 planned pairs, noise floor", line.statistic)
     assert line.limit == "at most 1.05, n = 6"
+
+
+def test_comparisons_that_no_limit_judges_are_not_counted_twice():
+    record = example_records()["3_ddp_expansion"]
+    whole = record.observations["probe_equals_single_process"]
+    by_rung = {
+        f"probe_equals_single_process_at_{size}_ranks": whole.model_copy(update={"num_compared": 420, "num_equal": 420})
+        for size in (4, 8, 32)
+    }
+    more = record.model_copy(update={"observations": {**record.observations, **by_rung}})
+    before, after = (model_of({"3_ddp_expansion": found}).equivalence[3] for found in (record, more))
+    assert (before.num_compared, before.num_equal) == (1296, 1280)
+    assert after == before

@@ -97,6 +97,26 @@ def test_a_run_that_died_is_drawn_as_a_cross_and_not_left_out(trials):
     assert "no figure" in drawn_lines(plot_throughput(changed).axes[0])
 
 
+def test_a_run_that_was_not_to_be_timed_is_no_cross_in_the_figure(trials):
+    untimed = trials[0].model_copy(update={"samples_per_second": None, "memory": None, "step_seconds": ()})
+    assert list(throughput_frame([untimed, *trials[2:]])["position"]) == [2, 3, 4, 5, 6, 7, 8]
+    assert "no figure" not in drawn_lines(plot_throughput([untimed, *trials[2:]]).axes[0])
+
+
+def test_bytes_of_a_series_are_drawn_as_mebibytes():
+    series = Series(
+        title="Weight?",
+        x_label="ranks",
+        y_label="bytes (PSS)",
+        lines={"rank": ((4.0, 2.0**21), (8.0, 2.0**22))},
+        bounds={"cap": 2.0**23},
+    )
+    panel = plot_series(series).axes[0]
+    assert panel.get_ylabel() == "MiB (PSS)"
+    assert list(drawn_lines(panel)["rank"]) == [2.0, 4.0]
+    assert set(drawn_lines(panel)["cap 8.00"]) == {8.0}
+
+
 def test_step_latency_shows_median_tail_and_longest_step_of_each_run(trials):
     frame = step_latency_frame(trials).set_index("position")
     milliseconds = np.array(trials[3].step_seconds) * 1e3

@@ -60,7 +60,7 @@ def equivalence_rows(
         if record is None:
             rows.append(EquivalenceRow(stage=stage, title=TITLES[stage], reason=states.get(stage, "not run")))
             continue
-        seen = [item for item in record.observations.values() if isinstance(item, Equality)]
+        seen = _judged_equalities(record)
         first = next(
             (item.first_divergence for item in seen if item.num_mismatched and item.first_divergence is not None), None
         )
@@ -83,6 +83,12 @@ def equivalence_rows(
             )
         )
     return tuple(rows)
+
+
+def _judged_equalities(record: StageRecord) -> list[Equality]:
+    """Return the comparisons that a limit judges; stage 3 also keeps each of them rung by rung, which would count twice."""
+    named = dict.fromkeys(limit.observation for limit in record.limits)
+    return [seen for key in named if isinstance(seen := record.observations.get(key), Equality)]
 
 
 def noise_floor_text(records: Mapping[str, StageRecord]) -> str:
@@ -149,8 +155,8 @@ def open_risks(
 
 def _allowed_differences(records: Mapping[str, StageRecord]) -> Iterator[str]:
     for stage, record in records.items():
-        for seen in record.observations.values():
-            if isinstance(seen, Equality) and (seen.num_within_tolerance or seen.num_skipped):
+        for seen in _judged_equalities(record):
+            if seen.num_within_tolerance or seen.num_skipped:
                 tolerance = "an undeclared tolerance" if seen.tolerance is None else f"tolerance {seen.tolerance:g}"
                 parts = [f"{seen.num_within_tolerance:,} within {tolerance}"] if seen.num_within_tolerance else []
                 parts += [f"{seen.num_skipped:,} skipped"] if seen.num_skipped else []

@@ -41,11 +41,15 @@ def memory_frame(trials: Sequence[Trial]) -> pd.DataFrame:
 
 
 def throughput_frame(trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return one row a trial in order of execution: position, trial, track, block, pair, samples_per_second, outcome."""
+    """Return one row a trial in order of execution: position, trial, track, block, pair, samples_per_second, outcome.
+
+    A run that failed has a row without a figure; one that came to its end and never was to be timed has none.
+    """
     columns = ["position", "trial", "track", "block", "pair", "samples_per_second", "outcome"]
     rows = [
         (t.position, t.name, track_label(t), t.block, t.pair, t.samples_per_second, t.outcome.cause or t.outcome.state)
         for t in timed(trials)
+        if t.samples_per_second is not None or t.outcome.state == "failed"
     ]
     return pd.DataFrame(rows, columns=columns).astype({"samples_per_second": "float64"})
 
