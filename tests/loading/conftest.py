@@ -118,7 +118,7 @@ def same_extras(left: Any, right: Any) -> bool:
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 

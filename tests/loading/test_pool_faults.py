@@ -154,14 +154,15 @@ def test_an_evaluation_loader_opened_during_training_has_its_own_pool() -> None:
 def test_close_while_producers_wait_on_a_full_pool_returns_within_a_second(num_workers: int) -> None:
     budget, lock = PinnedBudget(1 << 20), FakePageLock()
     loader = tiny_loader(400, num_workers, budget=budget, page_lock=lock, cap_bytes=8192 * max(1, num_workers))
-    held = [next(iterator) for iterator in [loader.host_batches()] for _ in range(2)]
-    time.sleep(0.1)
+    iterator = loader.host_batches()
+    held = [next(iterator) for _ in range(2)]
+    time.sleep(0.2)
     started = time.monotonic()
     loader.close()
     assert time.monotonic() - started < 1
     assert loader.stats().pool_current_bytes == budget.reserved_bytes == 0
     assert not lock.locked
-    del held
+    del held, iterator
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

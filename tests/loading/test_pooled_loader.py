@@ -213,10 +213,10 @@ def test_an_object_made_of_our_stacks_never_views_a_slot(num_workers: int, monke
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_mixed_dtypes_and_permuted_samples_collate_by_legacys_rules(num_workers: int) -> None:
     mixed = [torch.ones(2, dtype=torch.int32 if index % 2 else torch.float32) * index for index in range(8)]
-    permuted = [
-        torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(index)).permute(2, 0, 1) for index in range(8)
-    ]
-    for samples in (mixed, permuted):
+    random = [torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(index)) for index in range(8)]
+    permuted = [sample[0].permute(2, 0, 1) for sample in random]
+    channels_last = [sample.contiguous(memory_format=torch.channels_last) for sample in random]
+    for samples in (mixed, permuted, channels_last):
         build = lambda samples=samples: DataLoader(samples, batch_size=4, num_workers=num_workers)  # noqa: E731
         assert_like_legacy(build, num_epochs=1)
         with PooledLoader(build(), "cpu", CAP_BYTES) as loader:
