@@ -114,7 +114,9 @@ def legacy_gradients(rung: Rung, precision: str, tolerance: float) -> Observatio
         return Unmeasured(what=what, reason=rung.legacy.float64_error or "the ranks computed none")
     errors = rung.results[0][precision]["errors"]
     judged = [
-        (f"{error['parameter']}, batch {error['step']}", max(error["relative"], error["largest"])) for error in errors
+        (f"{error['parameter']}, batch {error['step']}, {norm}", float(error[key]))
+        for error in errors
+        for key, norm in (("relative", "L2"), ("largest", "largest element"))
     ]
     different = {tuple(result[precision]["digests"]) for result in rung.results} - {
         tuple(rung.results[0][precision]["digests"])
