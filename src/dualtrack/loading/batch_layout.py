@@ -9,7 +9,7 @@ passes through unchanged and is listed.
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -194,6 +194,15 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a fresh tensor of `shape`."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def packed_bytes(batch: Any) -> int:
     """Return the bytes that `batch` takes in a slot; a tensor that occurs twice counts once."""
     sizes: dict[int, int] = {}
@@ -270,7 +279,9 @@ class BatchPacker:
         if reason is not None:
             self._passed_through[reason] += 1
             return leaf
-        stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
+        stride = contiguous_stride(leaf.shape)
+        if leaf.stride() != stride:  # torch itself says how a copy is laid out
+            stride = torch.empty_like(leaf, device="meta").stride()
         target = self.place(leaf.dtype, tuple(leaf.shape), stride, leaf.requires_grad)
         target.copy_(leaf.detach())
         self._places[id(leaf)] = self._places[id(target)]

@@ -17,6 +17,7 @@ from dualtrack.loading.batch_layout import (
     PackedLayout,
     SlotOverflow,
     UnpackableBatch,
+    contiguous_stride,
     packed_bytes,
     why_not_staged,
 )
@@ -144,7 +145,7 @@ class _Stacker:
             result: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
             return result
         shape = (len(batch), *first.shape)
-        out = self._packer.place(first.dtype, shape, _contiguous_stride(shape))
+        out = self._packer.place(first.dtype, shape, contiguous_stride(shape))
         return torch.stack(batch, 0, out=out)
 
     def _is_like(self, first: torch.Tensor, item: Any) -> bool:
@@ -156,11 +157,3 @@ class _Stacker:
             and item.shape == first.shape
             and (self._in_worker or item.is_contiguous())
         )
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
