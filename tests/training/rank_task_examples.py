@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualtrack.facts.errors import NonFiniteLoss
 from dualtrack.training.ddp_worker import RankContext
+from dualtrack.training.loop import deterministic_algorithms
+from dualtrack.training.rank_segment import JobSpec, RankJob, SegmentSpec
 
 
 def toy_training(context: RankContext, num_steps: int = 3) -> dict[str, Any]:
@@ -60,3 +62,33 @@ def _train(context: RankContext, num_steps: int, nan_rank: int | None = None) ->
         optimizer.step()
         context.journal.finish_step(own_seconds)
     return {"rank": context.rank, "pid": os.getpid(), "loss": float(loss.detach()), "world_size": dist.get_world_size()}
+
+
+def train_and_commit(context: RankContext, job: dict[str, Any], segment: dict[str, Any]) -> dict[str, Any]:
+    """Train a planned segment and commit where it says."""
+    with deterministic_algorithms():
+        return (
+            RankJob(context, JobSpec.model_validate(job))
+            .train(SegmentSpec.model_validate(segment))
+            .model_dump(mode="json")
+        )
+
+
+def uneven_training(context: RankContext) -> str:
+    """Force one batch more on rank 0, under torch's own guard for uneven inputs."""
+    parallel = DistributedDataParallel(torch.nn.Linear(8, 8))
+    with parallel.join(throw_on_early_termination=True):
+        for step in range(3 + (context.rank == 0)):
+            context.journal.enter("forward", step)
+            parallel(torch.randn(4, 8)).sum().backward()
+    return "no error"
+
+
+def other_length(context: RankContext) -> str:
+    """Reduce a tensor of another length on rank 1."""
+    context.journal.begin_section()
+    context.journal.enter("reduce", 0)
+    dist.all_reduce(torch.ones(64 if context.rank == 1 else 1024))
+    context.journal.enter("reduce", 1)
+    dist.all_reduce(torch.ones(8))
+    return "no error"

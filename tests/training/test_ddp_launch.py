@@ -183,6 +183,27 @@ def test_a_rendezvous_port_in_use_is_refused_at_once(launcher: RankLauncher) -> 
             launcher.launch(toy(2).model_copy(update={"endpoint": endpoint}))
 
 
+def test_uneven_batches_forced_past_the_plan_are_an_error_on_all_ranks_and_no_hang(launcher: RankLauncher) -> None:
+    error, seconds = failed(launcher, toy(4, task="uneven_training", timeout_seconds=20))
+    assert "exhausted all inputs" in str(error)
+    assert seconds < 20
+
+
+def test_a_reduction_of_another_length_on_one_rank_never_ends_well(launcher: RankLauncher) -> None:
+    error, seconds = failed(launcher, toy(4, task="other_length"))
+    assert seconds < 3 * TIMEOUT_SECONDS + 10
+    assert "no error" not in str(error)
+
+
+@pytest.mark.full
+def test_the_same_port_serves_again_after_a_launch_that_was_killed(launcher: RankLauncher) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = {"endpoint": f"127.0.0.1:{probe.getsockname()[1]}"}
+    failed(launcher, toy(2, fault("kill", "forward", rank=1, step=1)).model_copy(update=endpoint))
+    assert len(launcher.launch(toy(2).model_copy(update=endpoint)).results) == 2
+
+
 @pytest.mark.full
 def test_nothing_is_left_after_close_neither_process_nor_port_nor_file(short_temporary_folder: Path) -> None:
     launcher = RankLauncher()
