@@ -21,6 +21,8 @@ from dualtrack.facts.hash_chain import Chain, make_line, read_chain
 from dualtrack.facts.observations import Fact
 
 LEGACY = "legacy"
+REHEARSAL = "rehearsal"
+"""Who stands in the entries of a rehearsed rollback; they grant nothing."""
 LOCK_SECONDS = 30.0
 PATH_AFTER = {
     "0_freeze_baseline": LEGACY,

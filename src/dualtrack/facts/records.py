@@ -14,7 +14,7 @@ from dualtrack.facts.durable_files import write_atomically
 from dualtrack.facts.errors import EvidenceError
 from dualtrack.facts.observations import Fact, Failures, GateVerdict, Limit, Maximum, Observation, Ratio
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 UNSTABLE_FIELDS = {
     "first_divergence",
     "largest_error",

@@ -57,8 +57,9 @@ class TimedSettings(StageSettings):
 
     num_pairs: int = Field(default=6, ge=1)
     """Pairs of fresh processes, legacy and candidate; six is the least at which a paired test can reach 5 %."""
-    num_warmup_steps: int = Field(default=6, ge=0)
-    """Steps before the steady window of a trial; worker start and first allocations lie in them."""
+    num_warmup_steps: int = Field(default=24, ge=0)
+    """Steps before the steady window of a trial; more than an epoch of the digits, since a last partial batch is a shape of its own (on an H200
+    its first convolution took 4.5 s)."""
     num_steps: int = Field(default=40, ge=2)
     """Steps in the steady window of a trial."""
     trial_deadline_seconds: float = Field(default=120.0, gt=0)

@@ -37,14 +37,14 @@ def notebook_to_html(ipynb: Path, out: Path) -> None:
         ipynb: The executed notebook; a partly executed one is rendered as far as it came.
         out: The page to write; an existing one is replaced. Its link back to the report assumes `RUN/html/STAGE.html`.
     """
-    notebook: Any = nbformat.reads(ipynb.read_text(encoding="utf-8"), as_version=4)  # type: ignore[no-untyped-call]
+    notebook: Any = nbformat.reads(ipynb.read_text(encoding="utf-8"), as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.source = _QUOTED_PATH.sub(lambda found: without_machine_paths(found[0]), cell.source)
             cell.outputs = _tame_outputs(cell)
     notebook.metadata.pop("widgets", None)
     config = Config(HTMLExporter={"template_name": "basic", "template_file": str(_TEMPLATES / "notebook.html.j2")})
-    exporter: Any = HTMLExporter(config=config, filters={"first_line": _first_line}, exclude_anchor_links=True)  # type: ignore[no-untyped-call]
+    exporter: Any = HTMLExporter(config=config, filters={"first_line": _first_line}, exclude_anchor_links=True)
     resources = {"title": ipynb.stem, "page_css": (_TEMPLATES / "notebook.css").read_text()}
     body, _ = exporter.from_notebook_node(notebook, resources)
     write_atomically(out, _quieten(body).encode(), overwrite=True)
@@ -71,12 +71,12 @@ def capped(text: str, num_most: int = MAX_STREAM_LINES) -> str:
 
 def _tame_outputs(cell: Any) -> list[Any]:
     """Join streams first, since a kernel sends 200,000 lines in thousands of pieces, then cap each output and their number."""
-    preprocessor: Any = CoalesceStreamsPreprocessor()  # type: ignore[no-untyped-call]
+    preprocessor: Any = CoalesceStreamsPreprocessor()
     cell, _ = preprocessor.preprocess_cell(cell, {}, 0)
     outputs = [_tame(output) for output in cell.outputs[:MAX_OUTPUTS]]
     if len(cell.outputs) > MAX_OUTPUTS:
         text = f"… {len(cell.outputs) - MAX_OUTPUTS:,} further outputs of this cell are left out here; see the notebook …\n"
-        outputs.append(nbformat.from_dict({"output_type": "stream", "name": "stdout", "text": text}))  # type: ignore[no-untyped-call]
+        outputs.append(nbformat.from_dict({"output_type": "stream", "name": "stdout", "text": text}))
     return outputs
 
 

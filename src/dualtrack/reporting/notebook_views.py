@@ -54,4 +54,4 @@ def show_figures(records: Mapping[str, StageRecord], kind: str) -> None:
     for record in records.values():
         for name, figure, _ in stage_figures(record):
             if name == f"{record.stage}-{kind}":
-                display(figure)  # type: ignore[no-untyped-call]
+                display(figure)

@@ -6,12 +6,10 @@ from datetime import datetime
 from pathlib import Path
 
 from dualtrack.facts.errors import LedgerError
-from dualtrack.facts.ledger import LEGACY, Entry, Ledger, Promotion, RollbackEntry, Waiver
+from dualtrack.facts.ledger import REHEARSAL, LEGACY, Entry, Ledger, Promotion, RollbackEntry, Waiver
 from dualtrack.facts.records import StageRecord
 from dualtrack.facts.verdicts import blocks
 
-REHEARSAL = "rehearsal"
-"""Who promotes and rolls back in a stage's rehearsal."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ def require_parameters_cell(source: Path) -> None:
 def clean_notebook(path: Path, root: Path) -> None:
     """Cap long outputs with a note and take machine paths out of an executed notebook, in place."""
     notebook = nbformat.read(path, as_version=4)
-    join_streams = CoalesceStreamsPreprocessor()  # type: ignore[no-untyped-call]
+    join_streams = CoalesceStreamsPreprocessor()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             join_streams.preprocess_cell(cell, {}, 0)  # a kernel sends many lines in thousands of pieces

@@ -49,7 +49,10 @@ class WorkbookRun:
             say: Takes one line of progress.
         """
         self.project, self.workload, self.say = project, workload, say
-        self.parameters = {stage: dict(values) for stage, values in parameters.items()}
+        # every setting is passed, so that a run does not take the notebooks' small defaults
+        self.parameters = {
+            stage: SETTINGS[stage].parse(dict(values)).model_dump(mode="json") for stage, values in parameters.items()
+        }
         self.stage_timeout_seconds = stage_timeout_seconds
         self.is_resumed = folder is not None
         self.folder = (

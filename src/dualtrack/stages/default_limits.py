@@ -1,6 +1,7 @@
 """What the gates demand unless a project says otherwise; written to `limits.json` at the freeze, where margins are reviewed and changed."""
 
 from dualtrack.facts.observations import Limit
+from dualtrack.stages.expansion_limits import EXPANSION
 
 BIT_EQUAL = "the mathematics is the same, so every bit must be"
 EVERY_TRIAL = "one crash in a dozen fresh processes is a defect, not noise; zero failures is stated with its bound"
@@ -28,6 +29,8 @@ MEMORY = (
     Limit(observation="rollback_verified", relation="equal", bound=True, reason="a stage without an executed rollback may not be promoted"),
     Limit(observation="trial_failures", relation="at most", bound=0, reason=EVERY_TRIAL),
     Limit(observation="step_latency_ratio", relation="at most", bound=1.05, reason="bounded memory may not cost more than 5 % of a step", needs="cuda"),
+    Limit(observation="step_latency_p95_ratio", relation="at most", bound=1.25, reason="a few slow steps must not hide behind a good median", needs="cuda"),
+    Limit(observation="step_latency_max_ratio", relation="at most", bound=2.0, reason="one longest step a run is a noisy figure: shown, not deciding", needs="cuda", advisory=True),
 )  # fmt: skip
 
 TRANSFER = (
@@ -43,6 +46,8 @@ TRANSFER = (
     Limit(observation="rollback_verified", relation="equal", bound=True, reason="a stage without an executed rollback may not be promoted"),
     Limit(observation="trial_failures", relation="at most", bound=0, reason=EVERY_TRIAL),
     Limit(observation="step_latency_ratio", relation="at most", bound=1.02, reason="the new path may not cost more than 2 % of a step", needs="cuda"),
+    Limit(observation="step_latency_p95_ratio", relation="at most", bound=1.25, reason="a few slow steps must not hide behind a good median", needs="cuda"),
+    Limit(observation="step_latency_max_ratio", relation="at most", bound=2.0, reason="one longest step a run is a noisy figure: shown, not deciding", needs="cuda", advisory=True),
 )  # fmt: skip
 
 REPORT = (
@@ -56,6 +61,6 @@ def default_limits() -> dict[str, tuple[Limit, ...]]:
         "0_freeze_baseline": FREEZE,
         "1_pinned_pool": MEMORY,
         "2_stream_prefetcher": TRANSFER,
-        "3_ddp_expansion": REPORT,
+        "3_ddp_expansion": EXPANSION,
         "4_migration_report": REPORT,
     }

@@ -81,6 +81,7 @@ def add_trial_observations(
     mine = [trial for trial in findings.trials if trial.track == track and trial.loader_stats]
     shares = [float(trial.loader_stats["pool_peak_bytes"]) / sizes.cap_bytes for trial in mine]
     late = sum(int(trial.loader_stats["num_allocations_after_warmup"]) for trial in mine)
+    floor = run.floor_trials()
     findings.observations |= {
         "pool_peak_share_of_cap": Maximum(
             what="pool peak over its cap", unit="fraction", values=(*shares, *other_shares)
@@ -88,7 +89,13 @@ def add_trial_observations(
         "allocations_after_warmup": Value(what="slab allocations in steady state", value=late),
         "trial_failures": failures_from_trials(findings.trials, f"legacy and {track} runs"),
         "step_latency_ratio": ratio_from_trials(
-            findings.trials, track, f"{track} over legacy, median step", floor_trials=run.floor_trials()
+            findings.trials, track, f"{track} over legacy, median step", floor_trials=floor
+        ),
+        "step_latency_p95_ratio": ratio_from_trials(
+            findings.trials, track, f"{track} over legacy, 95th percentile step", statistic="p95", floor_trials=floor
+        ),
+        "step_latency_max_ratio": ratio_from_trials(
+            findings.trials, track, f"{track} over legacy, longest step", statistic="max", floor_trials=floor
         ),
     }
 

@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dualtrack.facts.ledger import LEGACY, Ledger, Promotion, RollbackEntry
+from dualtrack.facts.ledger import LEGACY, REHEARSAL, Ledger, Promotion, RollbackEntry
 from dualtrack.facts.records import Rollback
 from dualtrack.measuring.trials import run_or_raise
 from dualtrack.stages.baseline import ensure_baseline
@@ -17,7 +17,6 @@ from dualtrack.stages.stage_run import StageRun
 from dualtrack.training.frozen_run import EqualitySpec, EqualityTrace, train_on_frozen_epoch
 
 TRAIN_ON_ACTIVE = "dualtrack.stages.rollback:train_on_active_path"
-REHEARSAL = "rehearsal"
 
 
 def execute_rollback(run: StageRun, from_path: str, sizes: PoolSizes, to_path: str = LEGACY) -> Rollback:

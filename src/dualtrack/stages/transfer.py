@@ -14,6 +14,7 @@ from dualtrack.facts.records import PlantedFault, Series, StageRecord
 from dualtrack.facts.settings import TransferSettings
 from dualtrack.facts.verdicts import plant_fault
 from dualtrack.loading.shadow_evidence import EpochEvidence
+from dualtrack.measuring.code_state import digest_source_tree
 from dualtrack.measuring.trials import run_or_raise
 from dualtrack.stages.baseline import ensure_baseline
 from dualtrack.stages.comparison import compare_batches, compare_traces
@@ -98,12 +99,6 @@ def _run_dual_track(run: StageRun, findings: Findings, sizes: PoolSizes) -> Dual
 
 def _count_key(run: StageRun, sizes: PoolSizes) -> str:
     """Return what the count of clean epochs stands under: loading source, settings that shape it, frozen inputs, versions, hardware."""
-    sources = run.conditions["before"].get("sources", {})
-    loading = (
-        {name: digest for name, digest in sources.items() if "/loading/" in name or name.startswith("loading/")}
-        if isinstance(sources, dict)
-        else {}
-    )
     packages = run.conditions["before"].get("packages", {})
     shaping = {
         "workload": run.settings.workload,
@@ -112,7 +107,7 @@ def _count_key(run: StageRun, sizes: PoolSizes) -> str:
         **sizes.model_dump(),
     }
     return clean_epoch_key(
-        sha256_json(loading), sha256_json(shaping), run.frozen.digest, {name: str(version) for name, version in packages.items()},
+        digest_source_tree("loading"), sha256_json(shaping), run.frozen.digest, {name: str(version) for name, version in packages.items()},
         run.hardware_identity,
     )  # fmt: skip
 
