@@ -3,6 +3,7 @@
 Everything that a launch needs beyond its settings (legacy gradients, checkpoints) lies in one scratch folder that goes with the stage.
 """
 
+import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any, Self
 
 import torch
 
+from dualtrack.facts.durable_files import write_atomically
 from dualtrack.facts.errors import LaunchError, StageRefused, TrialError
 from dualtrack.facts.expansion_settings import ExpansionSettings
 from dualtrack.facts.records import Outcome, Trial
@@ -38,14 +40,19 @@ STEPS_BETWEEN_DIGESTS = 10
 class ExpansionRuns:
     """Owns the launcher and the scratch folder; a context manager."""
 
-    def __init__(self, run: StageRun) -> None:
+    def __init__(self, run: StageRun, folder: Path | None = None, ranks_per_host: int | None = None) -> None:
         """Start the launcher's agent, which warms up meanwhile; refuse what the machine can't do.
+
+        Args:
+            run: The opened stage.
+            folder: Where legacy gradients and checkpoints go, shared by all hosts; None takes a scratch folder that goes with this object.
+            ranks_per_host: For rungs over several hosts; None has all ranks on this one.
 
         Raises:
             StageRefused: The workload's data has no indices, or NCCL was asked for without a GPU for each rank.
             ValueError: The ladder does not fit the global batch, or the fraction holds no full batch.
         """
-        self.run = run
+        self.run, self.ranks_per_host = run, ranks_per_host
         self.settings: ExpansionSettings = run.settings
         self.workload = load_workload(self.settings.workload)
         legacy = self.workload.legacy_loader("train")
@@ -56,14 +63,15 @@ class ExpansionRuns:
         self.trials: list[Trial] = []
         self._legacy: dict[str, LegacyGradients] = {}
         self._singles: dict[str, dict[str, Any]] = {}
-        self._scratch = tempfile.TemporaryDirectory(prefix="dualtrack-ladder-")
-        self.folder = Path(self._scratch.name)
+        self._scratch = None if folder is not None else tempfile.TemporaryDirectory(prefix="dualtrack-ladder-")
+        self.folder = folder if folder is not None else Path(self._scratch.name if self._scratch else "")
         self.launcher = RankLauncher()
 
     def close(self) -> None:
         """End the launcher and remove the scratch folder; twice is fine."""
         self.launcher.close()
-        self._scratch.cleanup()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def __enter__(self) -> Self:
         """Return self."""
@@ -82,11 +90,12 @@ class ExpansionRuns:
             StageRefused: NCCL was asked for and there are too few GPUs.
         """
         num_devices = torch.cuda.device_count() if self.run.device.startswith("cuda") else 0
-        if self.settings.backend == "nccl" and num_devices < world_size:
+        num_needed = min(world_size, self.ranks_per_host or world_size)
+        if self.settings.backend == "nccl" and num_devices < num_needed:
             raise StageRefused(
-                f"expected a GPU for each of {world_size} NCCL ranks, found {num_devices}; take backend='auto' or a shorter ladder"
+                f"expected a GPU for each of {num_needed} NCCL ranks of a host, found {num_devices}; take backend='auto' or a shorter ladder"
             )
-        return "nccl" if self.settings.backend != "gloo" and num_devices >= world_size else "gloo"
+        return "nccl" if self.settings.backend != "gloo" and num_devices >= num_needed else "gloo"
 
     def device(self, world_size: int) -> str:
         """Return where the ranks of a rung compute."""
@@ -110,6 +119,9 @@ class ExpansionRuns:
         Raises:
             StageRefused: The model or the loss can't be equal on many ranks; the message says why.
         """
+        kept = self.folder / f"legacy-{device}.json"
+        if device not in self._legacy and kept.is_file():
+            self._legacy[device] = LegacyGradients.model_validate_json(kept.read_bytes())
         if device not in self._legacy:
             spec = LegacySpec(
                 workload=self.settings.workload, frozen_folder=str(self.run.frozen_folder), folder=str(self.folder / f"legacy-{device}"), device=device,
@@ -123,16 +135,21 @@ class ExpansionRuns:
                 if refusal[1]:
                     raise StageRefused(refusal[2].strip()) from error
                 raise
+            write_atomically(kept, self._legacy[device].model_dump_json().encode())
         return self._legacy[device]
 
     def single(self, device: str) -> dict[str, Any]:
         """Return what one rank gives for the same task, with the permuted reruns; run once for each kind of device."""
+        kept = self.folder / f"single-{device}.json"
+        if device not in self._singles and kept.is_file():
+            self._singles[device] = json.loads(kept.read_bytes())
         if device not in self._singles:
             longest = max(self.settings.curve_steps)
             chain = self.settings.commit_step + (len(self.settings.ladder) + 1) * self.settings.num_resumed_steps
             seeds = tuple(range(1, self.settings.num_band_runs + 1))
             spec = self._verify_spec(1, device, longest, max(longest, chain)).model_copy(update={"band_seeds": seeds})
             self._singles[device] = self.launch(VERIFY, {"spec": spec.model_dump(mode="json")}, 1, device).results[0]
+            write_atomically(kept, json.dumps(self._singles[device]).encode())
         return self._singles[device]
 
     def verify(self, world_size: int, num_steps: int, below: int | None) -> Rung:
@@ -144,19 +161,22 @@ class ExpansionRuns:
             below: The rung below, whose float64 commit this one continues; None for the first.
         """
         device = self.device(world_size)
-        spec = self._verify_spec(world_size, device, num_steps, num_steps)
-        if spec.curve64 is not None:
-            root = self.commit_root("float64", below if below is not None else 1)
-            continued = ResumeSpec(
-                job=self.job(), root=str(root), num_steps=self.settings.num_resumed_steps, float64=True
-            )
-            spec = spec.model_copy(update={"continued": continued})
+        spec = self.verify_spec(world_size, num_steps, below)
         single, legacy = self.single(device), self.legacy(device)
         launched = self.launch(VERIFY, {"spec": spec.model_dump(mode="json")}, world_size, device)
         return Rung(
             world_size=world_size, backend=self.backend(world_size), results=launched.results, folder=launched.folder, legacy=legacy, single=single,
             probe=self.expected_probe(device), plan=self.plan, seconds_until_up=launched.seconds_until_up, slow_ranks=launched.slow_ranks,
         )  # fmt: skip
+
+    def verify_spec(self, world_size: int, num_steps: int, below: int | None) -> VerifySpec:
+        """Return what the ranks of a rung are asked for."""
+        spec = self._verify_spec(world_size, self.device(world_size), num_steps, num_steps)
+        if spec.curve64 is None:
+            return spec
+        root = self.commit_root("float64", below if below is not None else 1)
+        continued = ResumeSpec(job=self.job(), root=str(root), num_steps=self.settings.num_resumed_steps, float64=True)
+        return spec.model_copy(update={"continued": continued})
 
     def resume(self, world_size: int, specs: Sequence[ResumeSpec]) -> tuple[Any, ...]:
         """Continue from commits with so many ranks and return what each rank gave."""
