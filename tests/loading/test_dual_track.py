@@ -36,6 +36,7 @@ from dualtrack.loading.routing import TrafficRamp, serves_candidate
 from dualtrack.loading.shadow_evidence import CleanEpochCount
 from dualtrack.loading.shadow_faults import FaultyLoader
 from dualtrack.loading.shadow_generators import capture_generators
+from dualtrack.loading.shadow_tracks import TransferTee
 from dualtrack.training.loop import TrainingJob, deterministic_algorithms
 from dualtrack.training.workload import seed_everything
 from dualtrack.workloads.digits import create
@@ -175,14 +176,15 @@ def test_lengths_of_k_batches_and_one_sample_and_single_batches_arrive_once(num_
             assert torch.cat([batch[0] for batch in loader]).tolist() == list(range(num_samples))
 
 
-def test_an_iterable_dataset_with_workers_keeps_its_sequence():
+@pytest.mark.parametrize("estimate", [10, 30])
+def test_an_iterable_dataset_with_workers_keeps_its_sequence_whatever_length_it_claims(estimate):
     class Odd(IterableDataset):
         def __iter__(self):
             worker = torch.utils.data.get_worker_info().id
             yield from (torch.tensor(100 * worker + k) for k in range(3 + 4 * worker))
 
         def __len__(self):
-            return 10
+            return estimate
 
     def build():
         return DataLoader(Odd(), batch_size=2, num_workers=2)
@@ -191,7 +193,7 @@ def test_an_iterable_dataset_with_workers_keeps_its_sequence():
     for mode_settings in (SHADOW, RETIRED):
         with dual_loader(build, settings=mode_settings) as loader:
             assert [batch.tolist() for batch in loader] == expected
-            assert loader.evidence[0].num_errors == 0
+            assert loader.evidence[0].num_errors == loader.evidence[0].num_fallbacks == 0
 
 
 class Structured(Dataset):
@@ -294,6 +296,22 @@ def test_a_legacy_copy_that_writes_into_its_input_is_legacys_own_affair(order_se
         assert loader.evidence[0].transfer_shadow.num_mismatched == NUM_BATCHES, (
             "the candidate's copy does not double: that has to be seen"
         )
+
+
+def test_the_host_bytes_of_the_tee_are_reused_so_that_their_pages_stay_warm(monkeypatch):
+    taken = []
+    take = TransferTee._take
+    monkeypatch.setattr(TransferTee, "_take", lambda tee, num_bytes: taken.append(take(tee, num_bytes)) or taken[-1])
+
+    def build():
+        return DataLoader(TensorDataset(torch.arange(400.0)), batch_size=4)
+
+    for mode_settings in (SHADOW, ALL_TRAFFIC):
+        taken.clear()
+        with dual_loader(build, settings=mode_settings) as loader:
+            assert torch.cat([batch[0] for batch in loader]).tolist() == list(range(400))
+        assert len(taken) == 100
+        assert len({buffer.data_ptr() for buffer in taken}) <= mode_settings.depth + 2
 
 
 def test_the_order_of_the_sides_is_random_recorded_and_repeats_with_its_seed():

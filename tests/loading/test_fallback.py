@@ -25,7 +25,7 @@ from dual_track_runs import (
     train,
 )
 from fake_transfer_device import FakeTransferDevice
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from dualtrack.loading.fallback import Journal, WorkerDeathsAsValues, read_from, rebuild_loader
 from dualtrack.loading.routing import TrafficRamp
@@ -294,6 +294,47 @@ def test_a_candidate_that_can_not_be_built_again_leaves_legacy_alone():
         assert [entry.verdict for entry in loader.evidence] == ["dirty"] * 3
         assert loader.evidence[2].errors == ("batch 0: PlantedError: no second candidate",)
         assert loader.evidence[2].loader_shadow.num_skipped == NUM_BATCHES
+
+
+class Shuffling(IterableDataset):
+    """Shuffles through a buffer in this process: what it gives depends on every draw before, those of the training steps included."""
+
+    def __iter__(self):
+        waiting = list(range(4))
+        for index in range(4, 16):
+            yield torch.tensor([float(waiting.pop(random.randrange(len(waiting))))]), index
+            waiting.append(index)
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("settings", [SHADOW, RETIRED], ids=["shadow", "retired"])
+def test_a_dataset_that_carries_draws_from_batch_to_batch_falls_back_exactly(settings, position):
+    def build():
+        return DataLoader(Shuffling(), batch_size=3)
+
+    expected = legacy_run(3, build)
+    got, evidence = run_with_fault(settings, "error", position, build=build)
+    assert_same_run(expected, got)
+    assert evidence[1].fallback_position == position
+
+
+def test_a_handler_that_is_installed_while_the_epoch_runs_raises_nothing_in_the_step():
+    def late(number, frame):
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        with dual_loader() as loader:
+            batches = iter(loader)
+            next(batches)
+            signal.signal(signal.SIGCHLD, late)  # as torch does when the first worker starts
+            next(batches)
+            os.kill(os.getpid(), signal.SIGCHLD)
+            time.sleep(0.01)
+            assert len(list(batches)) == NUM_BATCHES - 2
+        assert signal.getsignal(signal.SIGCHLD) is late
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 WITH_WORKERS = pytest.param(2, marks=pytest.mark.full)
