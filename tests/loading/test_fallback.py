@@ -300,8 +300,8 @@ class Shuffling(IterableDataset):
     """Shuffles through a buffer in this process: what it gives depends on every draw before, those of the training steps included."""
 
     def __iter__(self):
-        waiting = list(range(4))
-        for index in range(4, 16):
+        waiting = list(range(100))
+        for index in range(100, 112):
             yield torch.tensor([float(waiting.pop(random.randrange(len(waiting))))]), index
             waiting.append(index)
 
