@@ -37,7 +37,7 @@ def result(rank: int, world_size: int, offset: float = 0.0) -> dict[str, Any]:
 
 def good_rung(world_size: int = 2) -> Rung:
     legacy = LegacyGradients(
-        folder="", num_batches=1, batch_size=8, losses=(2.0,), gradient_norms=(1.0,), initial_parameters_digest="initial",
+        folder="", num_batches=1, batch_size=8, losses=(2.0,), gradient_norms=(1.0,), initial_parameters_digest="initial", anchor={},
         parameter_names=("weight", "bias"), predicted_layouts=(LAYOUT,), gradient_bytes=120, float64_error=None, notes=(),
     )  # fmt: skip
     single = {**result(0, 1), "band": [[loss * (1 + 1e-7) for loss in LOSSES], [loss * (1 - 1e-7) for loss in LOSSES]]}

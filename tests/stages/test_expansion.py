@@ -13,7 +13,7 @@ from torch import nn
 
 from dualtrack.facts.errors import LaunchError, StageRefused
 from dualtrack.facts.expansion_settings import ExpansionSettings
-from dualtrack.facts.observations import Equality, State, Unmeasured, Value
+from dualtrack.facts.observations import Equality, Ratio, State, Unmeasured, Value
 from dualtrack.facts.project import find_project
 from dualtrack.facts.records import StageRecord
 from dualtrack.facts.settings import FreezeSettings
@@ -232,3 +232,31 @@ def test_the_missions_ladder_of_4_8_and_32_ranks_passes_with_all_checks(root: Pa
     assert record.rollback is not None
     assert (record.rollback.from_path, record.rollback.verified) == ("32 ranks", True)
     assert seconds < 300  # 90 s on two cores of its own; here the machine may be shared
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_with_fewer_gpus_than_ranks_routing_is_verified_on_gloo_and_said_so(root: Path) -> None:
+    size = 2 * torch.cuda.device_count()
+    power = 1 << (size - 1).bit_length()
+    record = run_expansion_stage(opened(root, "few-gpus", ladder=[power], curve_steps=[12]))
+    assert record.verdict.state is not State.FAILED, record.verdict
+    assert any(f"{power} ranks on gloo" in note for note in record.notes)
+    assert isinstance(record.observations["step_latency_ratio"], Unmeasured)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_pass_every_check_on_nccl_and_are_timed(root: Path) -> None:
+    record = run_expansion_stage(opened(root, "nccl-2", ladder=[2], curve_steps=[12], num_pairs=2, num_steps=20))
+    failed = [
+        line for line in record.verdict.lines if line.state is State.FAILED and line.observation != "step_latency_ratio"
+    ]
+    assert failed == []
+    assert any("2 ranks on nccl" in note for note in record.notes)
+    assert isinstance(record.observations["step_latency_ratio"], Ratio)
+    proposal, share = record.observations["bucket_proposal"], record.observations["communication_share"]
+    assert isinstance(proposal, Value)
+    assert isinstance(share, Value)
+    assert record.rollback is not None
+    assert record.rollback.verified

@@ -42,7 +42,7 @@ def lingering(context: RankContext) -> dict[str, Any]:
 
 def _train(context: RankContext, num_steps: int, nan_rank: int | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8)
+    model = torch.nn.Linear(8, 8).to(context.device)
     parallel = DistributedDataParallel(model, bucket_cap_mb=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     context.journal.begin_section()
@@ -50,7 +50,9 @@ def _train(context: RankContext, num_steps: int, nan_rank: int | None = None) ->
     for step in range(num_steps):
         started = time.monotonic()
         context.journal.enter("data", step)
-        inputs = torch.randn(4, 8) * (math.nan if nan_rank == context.rank and step == 1 else 1.0)
+        inputs = torch.randn(4, 8, device=context.device) * (
+            math.nan if nan_rank == context.rank and step == 1 else 1.0
+        )
         context.journal.enter("forward")
         own_seconds = time.monotonic() - started
         loss = parallel(inputs).square().mean()
@@ -61,7 +63,10 @@ def _train(context: RankContext, num_steps: int, nan_rank: int | None = None) ->
         context.journal.enter("optimizer")
         optimizer.step()
         context.journal.finish_step(own_seconds)
-    return {"rank": context.rank, "pid": os.getpid(), "loss": float(loss.detach()), "world_size": dist.get_world_size()}
+    return {
+        "rank": context.rank, "pid": os.getpid(), "loss": float(loss.detach()), "world_size": dist.get_world_size(),
+        "device": str(context.device),
+    }  # fmt: skip
 
 
 def train_and_commit(context: RankContext, job: dict[str, Any], segment: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from dualtrack.facts.errors import LaunchError
 from dualtrack.training import ddp_launch
@@ -333,3 +334,23 @@ def test_the_short_form_keeps_results_in_the_callers_folder(tmp_path: Path) -> N
     result = launch(toy(1), tmp_path / "mine")
     assert result.results[0]["rank"] == 0
     assert (tmp_path / "mine" / "launch.json").exists()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("kind", ["kill", "raise", "exit", "freeze"])
+def test_on_nccl_a_lost_rank_is_named_although_the_survivor_learns_nothing(
+    launcher: RankLauncher, kind: FaultKind
+) -> None:
+    changes = {"backend": "nccl", "device": "cuda"}
+    spec = toy(2, fault(kind, "forward", rank=1, step=1), timeout_seconds=12.0)
+    error, seconds = failed(launcher, spec.model_copy(update=changes))
+    assert error.rank == 1
+    assert seconds < 3 * 12 + 10 + 10
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_on_nccl_every_rank_has_a_gpu_of_its_own(launcher: RankLauncher) -> None:
+    result = launcher.launch(toy(2, timeout_seconds=60).model_copy(update={"backend": "nccl", "device": "cuda"}))
+    assert [value["device"] for value in result.results] == ["cuda:0", "cuda:1"]

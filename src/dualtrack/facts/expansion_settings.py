@@ -62,7 +62,7 @@ class ExpansionSettings(TimedSettings):
     """Pairs of fresh launches a rung, single process and ranks; one is a record on a CPU, a claim about GPUs wants six."""
     num_warmup_steps: int = Field(default=4, ge=0)
     """Steps before the steady window of a trial; DDP rebuilds its buckets in them."""
-    num_steps: int = Field(default=10, ge=2)
+    num_steps: int = Field(default=6, ge=2)
     """Steps in the steady window of a trial."""
 
     @field_validator("ladder", "curve_steps", mode="before")

@@ -4,6 +4,7 @@ Ranks train through the stage 2 path, each with its own pool under the host's bu
 and with the single process; the ladder stops at the first rung that fails. Then the way back is executed, down to the single process.
 """
 
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -92,16 +93,18 @@ def _note_conditions(runs: ExpansionRuns, findings: Findings) -> None:
 
 
 def _anchor(runs: ExpansionRuns, device: str) -> Observation:
-    """Compare losses and gradient norms of the legacy recording with the frozen baseline; threads may differ, so within rounding."""
+    """Compare the legacy recording with the frozen baseline: weights exactly, loss and norm within rounding, since threads may differ."""
     legacy, baseline = runs.legacy(device), ensure_baseline(runs.run)
     errors = [
-        ("loss, batch 0", relative(legacy.losses[0], baseline.losses[0])),
-        ("gradient norm, batch 0", relative(legacy.gradient_norms[0], baseline.gradient_norms[0])),
+        (
+            "initial parameters",
+            0.0 if legacy.initial_parameters_digest == baseline.initial_parameters_digest else math.inf,
+        )
     ]
+    expected = {"loss": baseline.losses[0], "gradient norm": baseline.gradient_norms[0]}
+    errors += [(f"{name}, batch 0", relative(value, expected[name])) for name, value in legacy.anchor.items()]
     return within(
-        "loss and gradient norm of the legacy recording against the frozen baseline",
-        errors,
-        runs.settings.float32_tolerance_eps * FLOAT32_EPS,
+        "legacy recording against the frozen baseline", errors, runs.settings.float32_tolerance_eps * FLOAT32_EPS
     )
 
 

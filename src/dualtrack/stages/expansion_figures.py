@@ -4,7 +4,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from dualtrack.facts.records import Series, Trial
+from dualtrack.facts.line_judges import judge_observation
+from dualtrack.facts.records import Series, StageRecord, Trial
 from dualtrack.stages.expansion_curves import loss_band, mean_losses
 from dualtrack.stages.expansion_rung import Rung
 from dualtrack.training.gradient_buckets import BucketLayout
@@ -25,6 +26,20 @@ def rung_figures(rungs: Mapping[int, Rung], tolerances: Mapping[str, float], wid
     }
 
 
+def rung_rows(record: StageRecord) -> list[dict[str, str]]:
+    """Return the checks of every rung as words, one row a check and one column a world size, for a notebook's table."""
+    rows: dict[str, dict[str, str]] = {}
+    limits = {limit.observation: limit for limit in record.limits}
+    for key, seen in record.observations.items():
+        check, separator, rung = key.rpartition("_at_")
+        if separator and rung.endswith("_ranks") and check in limits:
+            judged = judge_observation(seen, limits[check])
+            rows.setdefault(check, {"check": check})[rung.replace("_", " ")] = (
+                f"{judged.state.value}: {judged.statistic}"
+            )
+    return list(rows.values())
+
+
 def bucket_figure(rungs: Mapping[int, Rung]) -> Series:
     """Return bytes by bucket, predicted and as each rung built them."""
     first = next(iter(rungs.values()))
@@ -41,15 +56,12 @@ def bucket_figure(rungs: Mapping[int, Rung]) -> Series:
 
 
 def gradient_figure(rungs: Mapping[int, Rung], tolerances: Mapping[str, float]) -> Series:
-    """Return the norm-wise error of each parameter's gradient, the largest over the batches; zero is left out, a logarithm has no place for it."""
-    lines = {}
-    for size, rung in rungs.items():
-        for precision in ("float32", "float64"):
-            if precision in rung.results[0]:
-                lines[f"{size} ranks, {precision}"] = _error_points(rung, precision)
+    """Return the norm-wise error of each parameter's gradient, the largest over rungs and batches; a logarithm has no place for zero."""
+    lines = {precision: _error_points(list(rungs.values()), precision) for precision in ("float32", "float64")}
     return Series(
-        title="How far are averaged gradients from the legacy ones?", x_label="parameter, in order of registration", y_label="relative error, log10",
-        lines={name: points for name, points in lines.items() if points}, bounds={name: math.log10(value) for name, value in tolerances.items()},
+        title="How far are averaged gradients from the legacy ones, on the worst rung?", x_label="parameter, in order of registration",
+        y_label="relative error, log10", lines={name: points for name, points in lines.items() if points},
+        bounds={name: math.log10(value) for name, value in tolerances.items()},
     )  # fmt: skip
 
 
@@ -109,11 +121,12 @@ def _bucket_points(layout: BucketLayout) -> tuple[tuple[float, float], ...]:
     return tuple((float(place), float(bucket.num_bytes)) for place, bucket in enumerate(layout.buckets))
 
 
-def _error_points(rung: Rung, precision: str) -> tuple[tuple[float, float], ...]:
-    names = list(rung.legacy.parameter_names)
+def _error_points(rungs: Sequence[Rung], precision: str) -> tuple[tuple[float, float], ...]:
+    names = list(rungs[0].legacy.parameter_names)
     largest = dict.fromkeys(names, 0.0)
-    for error in rung.results[0][precision]["errors"]:
-        largest[error["parameter"]] = max(largest[error["parameter"]], error["relative"])
+    for rung in rungs:
+        for error in rung.results[0].get(precision, {}).get("errors", ()):
+            largest[error["parameter"]] = max(largest[error["parameter"]], error["relative"])
     return tuple((float(names.index(name)), math.log10(value)) for name, value in largest.items() if value > 0)
 
 

@@ -126,7 +126,7 @@ class ExpansionRuns:
             spec = LegacySpec(
                 workload=self.settings.workload, frozen_folder=str(self.run.frozen_folder), folder=str(self.folder / f"legacy-{device}"), device=device,
                 seed=self.run.frozen.seed, num_batches=self.settings.num_gradient_batches, largest_world_size=max(self.settings.ladder),
-                bucket_caps_mb=(self.settings.bucket_cap_mb,),
+                bucket_caps_mb=(self.settings.bucket_cap_mb,), anchor_device=self.run.device,
             )  # fmt: skip
             try:
                 self._legacy[device] = run_or_raise(RECORD_LEGACY, {"spec": spec}, self.settings.trial_deadline_seconds)

@@ -18,7 +18,7 @@ from dualtrack.training.frozen_batches import digest_parameters
 from dualtrack.training.frozen_run import load_frozen_batches
 from dualtrack.training.gradient_buckets import BucketLayout, predict_layout, record_ready_order, trainable
 from dualtrack.training.loop import TrainingJob, deterministic_algorithms
-from dualtrack.training.rank_readiness import make_repeatable, refuse_unequal
+from dualtrack.training.rank_readiness import equality_numerics, make_repeatable, refuse_unequal
 from dualtrack.training.workload import load_workload
 
 TENSORS_FILE = "legacy.safetensors"
@@ -39,6 +39,8 @@ class LegacySpec(Fact):
     """The batches must be shareable by so many ranks."""
     bucket_caps_mb: tuple[float | None, ...]
     """Caps whose layouts are predicted from this model's ready order."""
+    anchor_device: str
+    """Where the frozen baseline was computed."""
 
 
 class LegacyGradients(Fact):
@@ -50,6 +52,9 @@ class LegacyGradients(Fact):
     losses: tuple[float, ...]
     gradient_norms: tuple[float, ...]
     initial_parameters_digest: str
+    anchor: dict[str, float]
+    """Loss and gradient norm of the first batch with the user's own settings, to be compared with the baseline; empty with dropout, whose masks
+    depend on what was drawn before."""
     parameter_names: tuple[str, ...]
     """Trainable parameters, as DDP numbers them."""
     predicted_layouts: tuple[BucketLayout, ...]
@@ -73,6 +78,8 @@ def record_legacy_gradients(spec: LegacySpec) -> LegacyGradients:
     frozen = Path(spec.frozen_folder)
     batches = _full_batches(load_frozen_batches(frozen, load_manifest(frozen), spec.workload), spec.num_batches)
     with deterministic_algorithms():
+        anchor = _anchor(spec, batches[0])
+    with equality_numerics():
         job = TrainingJob(workload, device, spec.seed)
         initial = digest_parameters(job.model)
         notes = make_repeatable(workload, job.model)
@@ -89,9 +96,17 @@ def record_legacy_gradients(spec: LegacySpec) -> LegacyGradients:
     layouts = tuple(predict_layout(job.model.parameters(), cap, order) for cap in spec.bucket_caps_mb)
     return LegacyGradients(
         folder=str(folder), num_batches=len(batches), batch_size=num_samples_in(batches[0]), losses=tuple(losses), gradient_norms=tuple(norms),
-        initial_parameters_digest=initial, parameter_names=tuple(named[id(parameter)] for parameter in trainable(job.model.parameters())),
+        initial_parameters_digest=initial, anchor={} if any("dropout" in note for note in notes) else anchor, parameter_names=tuple(named[id(parameter)] for parameter in trainable(job.model.parameters())),
         predicted_layouts=layouts, gradient_bytes=layouts[0].num_bytes, float64_error=error, notes=tuple(notes),
     )  # fmt: skip
+
+
+def _anchor(spec: LegacySpec, batch: Any) -> dict[str, float]:
+    """Return loss and gradient norm of the first frozen batch as the baseline computes them."""
+    device = torch.device(spec.anchor_device)
+    job = TrainingJob(load_workload(spec.workload), device, spec.seed)
+    loss = float(job.backward(job.workload.to_device(batch, device)))
+    return {"loss": loss, "gradient norm": job.gradient_norm()}
 
 
 def load_batches(folder: Path, num_batches: int) -> list[Any]:

@@ -1,6 +1,7 @@
 """Whether a workload can equal itself on many ranks: what can't is refused with the reason, what can be made equal is, and is said so."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,10 +10,23 @@ from torch import nn
 from dualtrack.facts.errors import StageRefused
 from dualtrack.training.batch_slices import num_samples_in, slice_batch
 from dualtrack.training.gradient_buckets import trainable
+from dualtrack.training.loop import deterministic_algorithms
 from dualtrack.training.workload import Workload
 
 MEAN_TOLERANCE = 1e-5
 """Relative difference that float32 summation order can explain; a loss that is no mean over samples is off by per cents."""
+
+
+@contextlib.contextmanager
+def equality_numerics() -> Iterator[None]:
+    """Use deterministic algorithms and full float32 products: whether a kernel takes TF32 may depend on the size of its batch."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with deterministic_algorithms():
+            yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def make_repeatable(workload: Workload, model: nn.Module) -> list[str]:

@@ -13,9 +13,8 @@ from dualtrack.measuring.memory import pss_bytes
 from dualtrack.training.checkpoint import latest_commit
 from dualtrack.training.ddp_worker import RankContext
 from dualtrack.training.frozen_batches import digest_parameters
-from dualtrack.training.loop import deterministic_algorithms
 from dualtrack.training.rank_checks import legacy_errors, probe_gradients
-from dualtrack.training.rank_readiness import make_repeatable
+from dualtrack.training.rank_readiness import equality_numerics, make_repeatable
 from dualtrack.training.rank_segment import JobSpec, RankJob, SegmentSpec
 from dualtrack.training.workload import load_workload, seed_everything
 
@@ -56,7 +55,7 @@ def verify_rung(context: RankContext, spec: dict[str, Any]) -> dict[str, Any]:
     """Run every part of checks V1 to V13 that needs this rank."""
     asked = VerifySpec.model_validate(spec)
     folder = Path(asked.legacy_folder)
-    with deterministic_algorithms():
+    with equality_numerics():
         job = RankJob(context, asked.job)
         found: dict[str, Any] = {
             "facts": configuration(context, job),
@@ -101,7 +100,7 @@ def probe_only(context: RankContext, spec: dict[str, Any]) -> dict[str, Any]:
 
 def resume_rung(context: RankContext, specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Continue from the last commit of each root, one after another, and say where and with what."""
-    with deterministic_algorithms():
+    with equality_numerics():
         return [_resume(context, ResumeSpec.model_validate(spec)) for spec in specs]
 
 
