@@ -91,6 +91,10 @@ class Configuration:
             self.dataset == "map" or self.shuffle == "shuffle"
         )
 
+    def is_spawned_once(self) -> bool:
+        """A spawned worker imports torch for seconds; persistent ones do so once, not once an epoch."""
+        return self.start_method == "spawn" and self.persistent and self.num_workers == 2
+
     def __str__(self) -> str:
         return "-".join(str(value) for value in vars(self).values())
 
@@ -153,17 +157,13 @@ def assert_like_legacy(
 
 
 EVERY = cross_product()
-SPAWNED = pairwise(
-    [
-        configuration
-        for configuration in EVERY
-        if configuration.start_method == "spawn" and configuration.num_workers == 2
-    ]
-)
+SPAWNED = pairwise([configuration for configuration in EVERY if configuration.is_spawned_once()])
+SPAWNED += [
+    Configuration(start_method="spawn"),
+    Configuration(dataset="iterable", start_method="spawn", collate="custom"),
+]
 NOT_SPAWNED = [configuration for configuration in EVERY if configuration.start_method != "spawn"]
-ONE_SPAWNED = next(
-    configuration for configuration in SPAWNED if configuration.persistent
-)  # a spawned worker imports torch for seconds
+ONE_SPAWNED = next(configuration for configuration in SPAWNED if configuration.persistent)
 
 
 @pytest.mark.parametrize("configuration", [*pairwise(NOT_SPAWNED), ONE_SPAWNED], ids=str)
