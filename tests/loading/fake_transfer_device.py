@@ -1,6 +1,8 @@
 """A transfer device with a virtual clock: copies land late, streams are names, and any operation can fail at its n-th call."""
 
 import contextlib
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +12,13 @@ import torch
 from dualtrack.loading.transfer_device import CopyPair, Transfer, TransferDevice
 
 UNWRITTEN = 0xEE
+
+
+def join_helper_threads(deadline_seconds: float = 20.0) -> None:
+    """Wait until every source that was made to hang has ended: a thread that wakes up while the interpreter exits can abort it."""
+    limit = time.monotonic() + deadline_seconds
+    while any(thread.name.startswith("dualtrack") for thread in threading.enumerate()) and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 class FakeEvent:

@@ -24,7 +24,7 @@ from dual_track_runs import (
     pooled,
     train,
 )
-from fake_transfer_device import FakeTransferDevice
+from fake_transfer_device import FakeTransferDevice, join_helper_threads
 from torch.utils.data import DataLoader, IterableDataset
 
 from dualtrack.loading.fallback import Journal, WorkerDeathsAsValues, read_from, rebuild_loader
@@ -94,7 +94,7 @@ def test_a_candidate_that_hangs_meets_its_deadline_and_legacy_goes_on(settings, 
     def candidate():
         loader = pooled(legacy_loader())
         candidates.append(loader)
-        return FaultyLoader(loader, "hang", position, hang_seconds=3) if len(candidates) == 1 else loader
+        return FaultyLoader(loader, "hang", position, hang_seconds=2) if len(candidates) == 1 else loader
 
     seed_everything(5)
     started = time.monotonic()
@@ -102,6 +102,7 @@ def test_a_candidate_that_hangs_meets_its_deadline_and_legacy_goes_on(settings, 
         assert_same_run(expected, train(loader, 2))
         assert (loader.evidence[0].num_deadline, loader.evidence[0].num_errors) == (1, 1)
     assert time.monotonic() - started < 10
+    join_helper_threads()
 
 
 @pytest.mark.parametrize("error", [KeyError(3), MemoryError("full"), OSError(5, "disk")], ids=repr)

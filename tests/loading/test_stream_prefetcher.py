@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from fake_transfer_device import FakeTransferDevice
+from fake_transfer_device import FakeTransferDevice, join_helper_threads
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dualtrack.facts.errors import PrefetchError
@@ -169,6 +169,8 @@ def test_a_source_that_hangs_meets_the_deadline_and_close_does_not_wait_for_it()
     prefetcher.close()
     assert time.monotonic() - started < 2
     release.set()
+    prefetcher.close()
+    join_helper_threads(1.0)
 
 
 def test_a_break_and_a_second_iteration_start_at_the_first_batch_and_the_older_iterator_is_an_error():
