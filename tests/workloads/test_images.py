@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from dualtrack.facts.digests import sha256_json
 from dualtrack.facts.errors import FrozenInputError
+from dualtrack.training.frozen_batches import digest_batch
 from dualtrack.training.workload import load_workload, seed_everything
 from dualtrack.workloads import images
 from dualtrack.workloads.images import Images, ImagesDataset, batch_bytes, normalise
@@ -101,6 +103,13 @@ def test_augmentation_is_drawn_from_random_and_the_class_is_not() -> None:
     assert random.getstate() == state
 
 
+def test_a_seeded_epoch_of_the_legacy_loader_has_its_digest_with_augmentation_and_shuffle() -> None:
+    # made with torch 2.13, the same with 2.11: what a freeze of digests only relies on
+    seed_everything(20260101)
+    epoch = [digest_batch(batch, "batch") for batch in images.create().legacy_loader("train")]
+    assert sha256_json(epoch) == "487cc4e417ca1b54e9c1b563132a34c6c45e5e5a16181b9cf1575469685028fd"
+
+
 def test_the_legacy_loader_repeats_with_the_seed_and_differs_between_epochs() -> None:
     def epoch() -> list[torch.Tensor]:
         return [batch for batch, _ in images.create().legacy_loader("train")]
@@ -127,7 +136,8 @@ def test_each_factory_builds_a_loadable_job_of_its_own_name(factory: str) -> Non
     workload = load_workload(f"dualtrack.workloads.images:{factory}")
     assert isinstance(workload, Images)
     full = factory.startswith("create_full")
-    assert workload.settings.batch_size == (256 if full else 32)
+    assert workload.settings.batch_size == (64 if factory.endswith("vit_l") else 256 if full else 32)
+    assert workload.settings.num_train_samples == 20 * workload.settings.batch_size
     assert workload.settings.image_pixels == (224 if full else 64)
     assert workload.autocast_dtype == (torch.bfloat16 if full else None)
 

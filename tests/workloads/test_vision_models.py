@@ -39,6 +39,24 @@ def test_every_parameter_of_a_full_model_gets_a_gradient(name: str) -> None:
     assert not lacking
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["resnet50", "vit_s"])
+def test_float32_gradients_stay_near_the_float64_ones_so_that_rounding_flips_no_kink(name: str) -> None:
+    torch.manual_seed(0)
+    model, images, labels = build_model(name), torch.rand(2, 3, 224, 224), torch.tensor([3, 7])
+    nn.functional.cross_entropy(model(images), labels).backward()
+    single = {key: parameter.grad.double() for key, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    nn.functional.cross_entropy(model.double()(images.double()), labels).backward()
+    errors = {
+        key: float((single[key] - value.grad).norm() / value.grad.norm())
+        for key, value in model.named_parameters()
+        if value.grad is not None
+    }
+    assert len(errors) == len(list(model.parameters()))
+    assert max(errors.values()) < 2.5e-4, "3.8e-3 with ReLU, 1.5e-5 with SiLU"
+
+
 def test_an_unknown_model_and_a_size_that_patches_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="resnet50, vit_s"):
         build_model("resnet51")

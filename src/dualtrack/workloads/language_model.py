@@ -24,12 +24,11 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Map bytes `[B, T]` int64 and their mask `[B, T]` bool to logits `[B, T, 256]`.
 
-        A query sees itself, whatever it is, and the real bytes before it; so no row of the attention is empty, not even for padding.
+        A query sees real bytes only, up to its own place. Padding is at the end, so that every query, padding too, sees at least the first byte.
         """
         length = tokens.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        itself = torch.eye(length, dtype=torch.bool, device=tokens.device)
-        allowed = ((causal & mask[:, None, :]) | itself)[:, None]
+        allowed = (causal & mask[:, None, :])[:, None]
         stream = self.symbols(tokens) + self.positions[:length]
         for block in self.blocks:
             stream = block(stream, allowed)
