@@ -78,3 +78,10 @@ def _wait_until(holds: object, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:  # type: ignore[operator]
         time.sleep(0.05)
+
+
+def test_loader_workers_start_in_a_trial_as_they_do_in_the_trainer() -> None:
+    import multiprocessing
+
+    expected = multiprocessing.get_start_method(allow_none=True)
+    assert run_or_raise(f"{HERE}:describe_workers", {}, 60.0) == {"start_method": expected, "wait_policy": "PASSIVE"}

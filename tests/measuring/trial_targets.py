@@ -47,3 +47,13 @@ def sleep_with_child(marker: str) -> None:
     """Start a child and sleep far beyond any deadline."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", marker])
     time.sleep(300)
+
+
+def describe_workers() -> dict[str, Any]:
+    """Say how a DataLoader would start its workers here."""
+    import multiprocessing
+
+    return {
+        "start_method": multiprocessing.get_start_method(allow_none=True),
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+    }
