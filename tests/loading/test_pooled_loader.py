@@ -31,7 +31,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from dualtrack.facts.errors import LoaderError
 from dualtrack.loading.pooled_loader import PooledLoader
 
-CAP_BYTES = 1 << 20
+CAP_BYTES = 16 << 20
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create 3 worker:UserWarning"
@@ -213,10 +213,11 @@ def test_an_object_made_of_our_stacks_never_views_a_slot(num_workers: int, monke
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_mixed_dtypes_and_permuted_samples_collate_by_legacys_rules(num_workers: int) -> None:
     mixed = [torch.ones(2, dtype=torch.int32 if index % 2 else torch.float32) * index for index in range(8)]
-    random = [torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(index)) for index in range(8)]
+    random = [torch.randn(2, 3, 64, 100, generator=torch.Generator().manual_seed(index)) for index in range(8)]
     permuted = [sample[0].permute(2, 0, 1) for sample in random]
     channels_last = [sample.contiguous(memory_format=torch.channels_last) for sample in random]
-    for samples in (mixed, permuted, channels_last):
+    shifting = [sample if index % 2 else sample.double() for index, sample in enumerate(random)]
+    for samples in (mixed, permuted, channels_last, shifting):
         build = lambda samples=samples: DataLoader(samples, batch_size=4, num_workers=num_workers)  # noqa: E731
         assert_like_legacy(build, num_epochs=1)
         with PooledLoader(build(), "cpu", CAP_BYTES) as loader:

@@ -8,7 +8,6 @@ passes through unchanged and is listed.
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -235,7 +234,7 @@ class BatchPacker:
         self._num_bytes = 0
         self._places: dict[int, TensorPlace] = {}
         self._kept: list[torch.Tensor] = []  # an id is unique only while its object lives
-        self._passed_through: Counter[str] = Counter()
+        self._passed_through: dict[str, int] = {}
 
     def place(
         self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool = False
@@ -267,7 +266,7 @@ class BatchPacker:
             SlotOverflow: The buffer is too small for the batch.
         """
         tree = map_leaves(self._stage, batch)
-        return PackedLayout(tree, tuple(self._specs), self._num_bytes, dict(self._passed_through))
+        return PackedLayout(tree, tuple(self._specs), self._num_bytes, self._passed_through)
 
     def _stage(self, leaf: Any) -> Any:
         if type(leaf) in PLAIN_TYPES:
@@ -277,7 +276,7 @@ class BatchPacker:
             return known
         reason = why_not_staged(leaf)
         if reason is not None:
-            self._passed_through[reason] += 1
+            self._passed_through[reason] = self._passed_through.get(reason, 0) + 1
             return leaf
         stride = contiguous_stride(leaf.shape)
         if leaf.stride() != stride:  # torch itself says how a copy is laid out

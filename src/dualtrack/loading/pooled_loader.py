@@ -171,7 +171,7 @@ class PooledLoader:
     def _can_lend(self, batch: HostBatch) -> bool:
         """Say whether the producer of this batch keeps enough slots to go on while the consumer holds it."""
         slots = self.pool.slots_of(batch.slot // self.pool.slots_per_producer) if batch.slot is not None else range(0)
-        num_lent = sum(self.pool.states[slot] is SlotState.LEASED for slot in slots)
+        num_lent = self.pool.states.count(SlotState.LEASED, slots)
         num_kept_back = min(self.loader.prefetch_factor or 1, max(1, len(slots) - HELD_SLOTS))
         return len(slots) - num_lent >= num_kept_back
 

@@ -25,6 +25,10 @@ from dualtrack.loading.pinned_pool import PinnedPool
 from dualtrack.loading.shared_slab import prefault
 from dualtrack.loading.slot_states import SlotState, stop_when_abandoned
 
+LARGE_STACK_BYTES = (
+    1 << 17
+)  # below, the second copy costs less than the look, and the allocator gives memory that is mapped already
+
 
 class CollatedBatch(NamedTuple):
     """What crosses from producer to trainer."""
@@ -141,19 +145,22 @@ class _Stacker:
 
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
-        if why_not_staged(first) is not None or not all(self._is_like(first, item) for item in batch):
+        is_plain = why_not_staged(first) is None and not first.requires_grad
+        if not is_plain or not (self._in_worker or self._may_stack_in_trainer(batch)):
             result: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
             return result
         shape = (len(batch), *first.shape)
         out = self._packer.place(first.dtype, shape, contiguous_stride(shape))
         return torch.stack(batch, 0, out=out)
 
-    def _is_like(self, first: torch.Tensor, item: Any) -> bool:
-        """Leave to torch what it promotes, refuses, records for autograd, or (without `out`, in the trainer) lays out by its inputs' strides."""
-        return (
-            type(item) is torch.Tensor
-            and item.dtype is first.dtype
-            and not item.requires_grad
-            and item.shape == first.shape
-            and (self._in_worker or item.is_contiguous())
+    @staticmethod
+    def _may_stack_in_trainer(batch: Any) -> bool:
+        """Say whether an `out`, which legacy uses in workers only, changes nothing and is worth the look at every sample.
+
+        Without `out` torch promotes mixed types, records for autograd and may follow the strides of its inputs.
+        """
+        first = batch[0]
+        return first.nbytes * len(batch) >= LARGE_STACK_BYTES and all(
+            type(item) is torch.Tensor and item.dtype is first.dtype and not item.requires_grad and item.is_contiguous()
+            for item in batch
         )

@@ -49,10 +49,10 @@ class SlotStates:
     def __getitem__(self, slot: int) -> SlotState:
         return SlotState(self._shared.map[self._first_slot + slot])
 
-    def count(self, *states: SlotState) -> int:
-        """Return how many slots are in one of `states`."""
-        content = self._shared.map[self._first_slot : self._first_slot + self.num_slots]
-        return sum(content.count(state) for state in states)
+    def count(self, state: SlotState, slots: range | None = None) -> int:
+        """Return how many slots (of a range) are in `state`."""
+        first, stop = (0, self.num_slots) if slots is None else (slots.start, slots.stop)
+        return self._shared.map[self._first_slot + first : self._first_slot + stop].count(state)
 
     def move(self, slot: int, expected: tuple[SlotState, ...], new: SlotState) -> None:
         """Move one slot to `new`.
@@ -60,11 +60,11 @@ class SlotStates:
         Raises:
             PoolError: The slot is not in one of the `expected` states.
         """
-        found = self[slot]
+        found = self._shared.map[self._first_slot + slot]
         if found not in expected:
             names = " or ".join(state.name for state in expected)
             raise PoolError(
-                f"slot {slot}: expected {names} before {new.name}, found {found.name}; a slot has one user at a time"
+                f"slot {slot}: expected {names} before {new.name}, found {SlotState(found).name}; a slot has one user at a time"
             )
         self._shared.map[self._first_slot + slot] = new
 
@@ -85,6 +85,8 @@ class SlotStates:
             on_wait: Called before each poll with the seconds waited; raises to end the wait.
         """
         slot = claim()
+        if slot is not None:
+            return slot
         started, pause = time.monotonic(), FIRST_POLL_SECONDS
         waited_before = self._clocks()[producer]
         while slot is None:
