@@ -99,6 +99,33 @@ def test_a_worker_killed_while_it_waits_for_a_slot_is_noticed() -> None:
         assert loader.stats().slots_in_use_bytes == 0
 
 
+def test_a_worker_killed_between_epochs_is_named_and_replaced() -> None:
+    legacy = DataLoader(Images(40), batch_size=4, num_workers=2, persistent_workers=True)
+    with PooledLoader(legacy, "cpu", 1 << 18, slot_bytes=4096) as loader:
+        assert len(list(loader)) == 10
+        victim = multiprocessing.active_children()[0]
+        victim.kill()
+        victim.join()
+        with pytest.raises(LoaderError, match="1 died"):
+            list(loader)
+        assert len(list(loader)) == 10
+
+
+def test_the_loaders_own_timeout_still_ends_its_wait() -> None:
+    class Sleepy(Images):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(1.5 if index == 4 else 0)
+            return super().__getitem__(index)
+
+    with PooledLoader(
+        DataLoader(Sleepy(8), batch_size=4, num_workers=1, timeout=0.3), "cpu", 1 << 18, slot_bytes=4096
+    ) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(RuntimeError, match=r"timed out after 0.3 seconds"):
+            next(iterator)
+
+
 def test_a_worker_that_falls_silent_is_an_error_at_the_deadline() -> None:
     legacy = DataLoader(Images(2000), batch_size=4, num_workers=2)
     with PooledLoader(legacy, "cpu", 1 << 18, slot_bytes=4096, wait_seconds=1.0) as loader:

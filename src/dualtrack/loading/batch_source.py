@@ -85,9 +85,12 @@ class BatchSource:
         try:
             self._wait_started = time.monotonic()
             self._iterator = iter(self._loader)
-        except BaseException:
+        except BaseException as error:
+            named = self._name_death(error)
             self.stop()
-            raise
+            if named is None:
+                raise
+            raise named from error
         finally:
             self._is_restarting = False
             self._wait_started = None
@@ -173,7 +176,7 @@ class BatchSource:
                 f"a dataset that needs longer needs a larger wait_seconds; {self._pool.describe()}"
             )
 
-    def _name_death(self, error: Exception) -> LoaderError | None:
+    def _name_death(self, error: BaseException) -> LoaderError | None:
         """Return the error that names dead workers, the iteration being stopped then; None when all are well."""
         for _ in range(NUM_SHUTDOWN_TRIES):
             try:

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dualtrack.facts.errors import CapacityError, PoolError
-from dualtrack.loading.batch_layout import ALIGN_BYTES, aligned, map_leaves
+from dualtrack.loading.batch_layout import ALIGN_BYTES, aligned, map_leaves, why_not_staged
 from dualtrack.loading.batch_source import BatchSource, refuse_unpreservable
 from dualtrack.loading.host_batch import HostBatch
 from dualtrack.loading.loader_stats import LoaderCounts, LoaderStats, torch_pinned_peak_bytes
@@ -157,7 +157,10 @@ class PooledLoader:
         return copied
 
     def _to_device(self, leaf: Any) -> Any:
-        return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
+        """Copy just what the packed copy would have carried, so that where a leaf lives does not depend on the batch's size."""
+        if why_not_staged(leaf) is not None:
+            return leaf
+        return leaf.detach().to(self.device).requires_grad_(leaf.requires_grad)
 
     def _copy_packed(self, batch: HostBatch, packed: torch.Tensor) -> Any:
         with torch.cuda.device(self.device):
