@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dualtrack.training.batch_slices import as_double, slice_batch
 from dualtrack.training.workload import Workload, load_workload, seed_everything
 
 SMALL = ("digits", "images", "dualtrack.workloads.images:create_small_vit_fp32", "tokens")
@@ -14,24 +15,6 @@ SMALL = ("digits", "images", "dualtrack.workloads.images:create_small_vit_fp32",
 def first_batch(workload: Workload) -> Any:
     seed_everything(5)
     return next(iter(workload.legacy_loader("train")))
-
-
-def rank_slice(value: Any, rank: int, world_size: int, batch_size: int) -> Any:
-    """Take a rank's part of everything that has one entry a sample."""
-    per_rank = batch_size // world_size
-    if isinstance(value, dict):
-        return {key: rank_slice(item, rank, world_size, batch_size) for key, item in value.items()}
-    if isinstance(value, tuple | list) and len(value) != batch_size:
-        return type(value)(rank_slice(item, rank, world_size, batch_size) for item in value)
-    if isinstance(value, torch.Tensor | list):
-        return value[rank * per_rank : (rank + 1) * per_rank]
-    return value
-
-
-def in_float64(batch: Any) -> Any:
-    if isinstance(batch, list | tuple):
-        return type(batch)(item.double() if item.is_floating_point() else item for item in batch)
-    return batch
 
 
 def loss_and_gradient(workload: Workload, model: nn.Module, batch: Any) -> tuple[float, torch.Tensor]:
@@ -47,14 +30,10 @@ def loss_and_gradient(workload: Workload, model: nn.Module, batch: Any) -> tuple
 @pytest.mark.parametrize("reference", SMALL)
 def test_the_mean_over_equal_rank_slices_is_the_loss_and_gradient_of_the_whole(reference: str, world_size: int) -> None:
     workload = load_workload(reference)
-    batch = in_float64(first_batch(workload))
-    batch_size = len(batch[0]) if isinstance(batch, list | tuple) else len(batch["tokens"])
+    batch = as_double(first_batch(workload))
     model = workload.model().double()
     whole_loss, whole_gradient = loss_and_gradient(workload, model, batch)
-    parts = [
-        loss_and_gradient(workload, model, rank_slice(batch, rank, world_size, batch_size))
-        for rank in range(world_size)
-    ]
+    parts = [loss_and_gradient(workload, model, slice_batch(batch, rank, world_size)) for rank in range(world_size)]
     assert sum(loss for loss, _ in parts) / world_size == pytest.approx(whole_loss, rel=1e-12)
     gradient = torch.stack([part for _, part in parts]).mean(dim=0)
     assert float((gradient - whole_gradient).norm() / whole_gradient.norm()) < 1e-12
