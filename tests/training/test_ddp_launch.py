@@ -137,6 +137,7 @@ def test_a_frozen_rank_is_named_and_killed(launcher: RankLauncher) -> None:
     assert seconds < 3 * 1.5 + 10
 
 
+@pytest.mark.full
 def test_a_rank_that_freezes_while_joining_is_named(launcher: RankLauncher) -> None:
     error, _ = failed(launcher, toy(4, fault("freeze", "init"), timeout_seconds=1.5))
     assert (error.rank, "phase init" in str(error)) == (2, True)
@@ -148,6 +149,7 @@ def test_an_abort_in_native_code_is_named_with_the_last_words_of_its_stderr(laun
     assert "stderr ended with" in str(error)
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_flagged_by_its_own_time_and_the_run_goes_on(launcher: RankLauncher) -> None:
     result = launcher.launch(
         toy(4, fault("sleep", "forward", seconds=0.4, repeat=True, section=1), timeout_seconds=20, num_steps=10)
@@ -155,7 +157,8 @@ def test_a_slow_rank_is_flagged_by_its_own_time_and_the_run_goes_on(launcher: Ra
     assert list(result.slow_ranks) == [2]
 
 
-def test_a_different_task_for_the_world_size_than_the_spec_says_is_refused(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_another_world_size_than_the_launch_file_says_is_refused(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "RANK": "0",
@@ -186,7 +189,7 @@ def test_a_rendezvous_port_in_use_is_refused_at_once(launcher: RankLauncher) -> 
 
 def test_uneven_batches_forced_past_the_plan_are_an_error_on_all_ranks_and_no_hang(launcher: RankLauncher) -> None:
     error, seconds = failed(launcher, toy(4, task="uneven_training", timeout_seconds=20))
-    assert "exhausted all inputs" in str(error)
+    assert "rank that exhausted" in str(error) or "exhausted all inputs" in str(error)
     assert seconds < 20
 
 
@@ -279,21 +282,17 @@ def test_when_the_launching_process_is_killed_no_process_and_no_file_of_it_is_le
 
 
 @pytest.mark.full
-def test_a_teardown_that_hangs_ends_at_the_deadline_and_names_the_rank() -> None:
-    with RankLauncher() as launcher:
-        error, seconds = failed(
-            launcher, toy(4, fault("sleep", "teardown", step=2, seconds=300.0), timeout_seconds=1.0)
-        )
-        assert (error.rank, "phase teardown" in str(error)) == (2, True)
-        assert 13 <= seconds < 13 + 8
+def test_a_teardown_that_hangs_ends_at_the_deadline_and_names_the_rank(launcher: RankLauncher) -> None:
+    error, seconds = failed(launcher, toy(4, fault("sleep", "teardown", step=2, seconds=300.0), timeout_seconds=1.0))
+    assert (error.rank, "phase teardown" in str(error)) == (2, True)
+    assert 13 <= seconds < 13 + 8
 
 
 @pytest.mark.full
-def test_a_process_that_does_not_exit_ends_at_the_deadline() -> None:
-    with RankLauncher() as launcher:
-        error, seconds = failed(launcher, toy(2, task="lingering", timeout_seconds=1.0))
-        assert "does not exit" in str(error)
-        assert seconds < 13 + 8
+def test_a_process_that_does_not_exit_ends_at_the_deadline(launcher: RankLauncher) -> None:
+    error, seconds = failed(launcher, toy(2, task="lingering", timeout_seconds=1.0))
+    assert "does not exit" in str(error)
+    assert seconds < 13 + 8
 
 
 @pytest.mark.full
@@ -312,19 +311,14 @@ def test_a_mute_port_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "raise", "exit"])
-def test_the_right_rank_is_named_in_ten_of_ten_repeats(kind: FaultKind) -> None:
-    with RankLauncher() as launcher:
-        named = [
-            failed(launcher, toy(4, fault(kind, "forward", rank=repeat % 4, step=1)))[0].rank for repeat in range(10)
-        ]
+def test_the_right_rank_is_named_in_ten_of_ten_repeats(launcher: RankLauncher, kind: FaultKind) -> None:
+    named = [failed(launcher, toy(4, fault(kind, "forward", rank=repeat % 4, step=1)))[0].rank for repeat in range(10)]
     assert named == [repeat % 4 for repeat in range(10)]
 
 
 @pytest.mark.full
-def test_thirty_two_ranks_run_a_toy_job_in_15_seconds_and_2_gigabytes() -> None:
-    with RankLauncher() as launcher:
-        launcher.launch(toy(1))
-        result = launcher.launch(toy(32, task="weighed_training", timeout_seconds=60))
+def test_thirty_two_ranks_run_a_toy_job_in_15_seconds_and_2_gigabytes(launcher: RankLauncher) -> None:
+    result = launcher.launch(toy(32, task="weighed_training", timeout_seconds=60))
     assert result.seconds < 15
     assert sum(value["pss_bytes"] for value in result.results) < 2 * 10**9
 

@@ -20,7 +20,13 @@ from typing import Any
 from dualtrack.training.rank_guard import LAUNCHER_GONE_EXIT_CODE
 from dualtrack.training.rank_processes import end_group
 
-PRELOAD = ("torch", "torch._dynamo", "torch._inductor.config", "dualtrack.training.ddp_worker", "dualtrack.training.rank_tasks")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.config",
+    "dualtrack.training.ddp_worker",
+    "dualtrack.training.rank_tasks",
+)
 """DDP's constructor imports `torch._dynamo` in every process: 1.3 s of CPU a rank, measured on 2 cores, unless the forkserver has done it."""
 
 
@@ -46,7 +52,8 @@ def serve(control: Connection, liveness: Connection, scratch: Path) -> None:
             request = json.loads(control.recv_bytes())
         except EOFError:
             return
-        control.send_bytes(json.dumps(run_elastic(request, liveness)).encode())
+        answer = run_elastic(request, liveness) if request else {"alive": True}
+        control.send_bytes(json.dumps(answer).encode())
 
 
 def run_elastic(request: dict[str, Any], liveness: Connection) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class RankLauncher:
         Raises:
             LaunchError: The agent did not start.
         """
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or (self._is_ready and not self._answers()):
             self.close()
             self._start()
         if self._is_ready:
@@ -163,6 +163,14 @@ class RankLauncher:
                 f"expected the launch agent to start within {START_SECONDS:.0f} s, it did not; its last words:\n{log}"
             )
         self._is_ready = True
+
+    def _answers(self) -> bool:
+        """Ask the agent for a sign of life; a process that was killed may take a while to be seen as dead."""
+        try:
+            self._control.send_bytes(b"{}")
+        except OSError:
+            return False
+        return self._control.poll(AGENT_SECONDS) and self._receive() is not None
 
     def _wait(self, watch: LaunchWatch) -> dict[str, Any]:
         """Wait for the agent's word, a failure, or the deadline of a rank, whichever comes first."""
