@@ -172,6 +172,7 @@ def describe_transfers(
         in_flight: Batches in flight now, batches it looks ahead, and why it does not look ahead.
         unmeasured_reason: Why there are no times, if there are none.
     """
+    timeline = clock.timeline()  # reads what has completed since, so it comes before the sums
     is_measured = clock.num_measured > 0
     return PrefetchStats(
         mode=mode, depth=depth, queue_depth=in_flight[0], look_ahead_batches=in_flight[1], look_ahead_note=in_flight[2],
@@ -181,5 +182,5 @@ def describe_transfers(
         copy_seconds=clock.copy_seconds if is_measured else None,
         exposed_transfer_seconds=clock.exposed_seconds if is_measured else None,
         overlap_ratio=1 - clock.exposed_seconds / clock.copy_seconds if clock.copy_seconds > 0 else None,
-        num_measured_batches=clock.num_measured, unmeasured_reason=None if is_measured else unmeasured_reason, timeline=clock.timeline(),
+        num_measured_batches=clock.num_measured, unmeasured_reason=None if is_measured else unmeasured_reason, timeline=timeline,
     )  # fmt: skip
