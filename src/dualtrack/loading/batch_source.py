@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -21,6 +22,7 @@ from dualtrack.loading.slot_states import SlotState
 
 COPY_POLL_SECONDS = 1e-3  # while a copy is in flight: a worker may wait for its slot
 IDLE_POLL_SECONDS = 0.2  # otherwise: how often the deadline, a close() and the workers are looked at
+DEATH_NOTICE_SECONDS = 1.0
 NUM_SHUTDOWN_TRIES = 3  # torch's signal handler may raise once for each dead worker in the middle of a shutdown
 
 
@@ -85,12 +87,15 @@ class BatchSource:
         try:
             self._wait_started = time.monotonic()
             self._iterator = iter(self._loader)
-        except BaseException as error:
+        except Exception as error:
             named = self._name_death(error)
             self.stop()
             if named is None:
                 raise
             raise named from error
+        except BaseException:
+            self.stop()
+            raise
         finally:
             self._is_restarting = False
             self._wait_started = None
@@ -99,11 +104,8 @@ class BatchSource:
 
     def _watch(self, iterator: Any) -> None:
         """Put our wait around the only place where the iterator waits for its workers."""
-        receive, this, its = (
-            type(iterator)._try_get_data,
-            weakref.ref(self),
-            weakref.ref(iterator),
-        )  # weak: a cycle would delay its end
+        receive = type(iterator)._try_get_data
+        this, its = weakref.ref(self), weakref.ref(iterator)  # weak, since a cycle would put off the end of both
 
         def watched(timeout: float = IDLE_POLL_SECONDS) -> tuple[bool, Any]:
             source = this()
@@ -176,28 +178,31 @@ class BatchSource:
                 f"a dataset that needs longer needs a larger wait_seconds; {self._pool.describe()}"
             )
 
-    def _name_death(self, error: BaseException) -> LoaderError | None:
+    def _name_death(self, error: Exception) -> LoaderError | None:
         """Return the error that names dead workers, the iteration being stopped then; None when all are well."""
+        dead: list[str] = []
         for _ in range(NUM_SHUTDOWN_TRIES):
             try:
-                workers = list(getattr(self._iterator, "_workers", ()))
-                dead = [
-                    f"pid {worker.pid} with exit code {worker.exitcode}"
-                    for worker in workers
-                    if worker.exitcode not in (None, 0)
-                ]
+                dead = self._find_dead_workers(error)
                 if not dead and "DataLoader worker (pid" not in str(error):
                     return None
                 self.stop()
                 break
-            except (
-                RuntimeError
-            ):  # torch's signal handler reports a dead worker wherever the trainer happens to be, also here
-                continue
+            except RuntimeError:
+                continue  # torch's signal handler reports a dead worker wherever the trainer happens to be, also here
         return LoaderError(
             f"expected {self._loader.num_workers} living workers, {len(dead)} died ({', '.join(dead) or error}); look for the system's "
             "out-of-memory killer or a crash in native code, then iterate again"
         )
+
+    def _find_dead_workers(self, error: Exception) -> list[str]:
+        workers = list(getattr(self._iterator, "_workers", ()))
+        if workers and isinstance(error, OSError | EOFError) and "DataLoader worker process" not in str(error):
+            wait(
+                [worker.sentinel for worker in workers], DEATH_NOTICE_SECONDS
+            )  # a pipe breaks a moment before its process is gone
+        ends = [(worker.pid, worker.exitcode) for worker in workers]
+        return [f"pid {pid} with exit code {code}" for pid, code in ends if code not in (None, 0)]
 
     def stop(self) -> None:
         """End the iteration: workers leave, their slots are free again. Leased slots stay with the consumer. Twice is fine."""
