@@ -63,15 +63,17 @@ def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("trial", range(2))
+@pytest.mark.parametrize(
+    "slot_bytes", [4096, 512]
+)  # in 512 bytes nothing fits: batches cross by descriptors, whose pipes break
 def test_a_killed_worker_is_an_error_in_bounded_time_and_the_loader_can_be_used_again(
-    persistent: bool, trial: int
+    persistent: bool, slot_bytes: int
 ) -> None:
     legacy = DataLoader(Images(2000), batch_size=4, num_workers=2, persistent_workers=persistent)
-    with PooledLoader(legacy, "cpu", 1 << 18, slot_bytes=4096) as loader:
+    with PooledLoader(legacy, "cpu", 1 << 18, slot_bytes=slot_bytes) as loader:
         iterator = iter(loader)
         next(iterator)
-        victim = multiprocessing.active_children()[trial % 2]
+        victim = multiprocessing.active_children()[0]
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         started = time.monotonic()

@@ -198,9 +198,10 @@ class BatchSource:
     def _find_dead_workers(self, error: Exception) -> list[str]:
         workers = list(getattr(self._iterator, "_workers", ()))
         if workers and isinstance(error, OSError | EOFError) and "DataLoader worker process" not in str(error):
-            wait(
-                [worker.sentinel for worker in workers], DEATH_NOTICE_SECONDS
-            )  # a pipe breaks a moment before its process is gone
+            ending = wait([worker.sentinel for worker in workers], DEATH_NOTICE_SECONDS)
+            for worker in workers:
+                if worker.sentinel in ending:
+                    worker.join(DEATH_NOTICE_SECONDS)  # its pipes close a moment before it has an exit code
         ends = [(worker.pid, worker.exitcode) for worker in workers]
         return [f"pid {pid} with exit code {code}" for pid, code in ends if code not in (None, 0)]
 
