@@ -18,7 +18,7 @@ LOSSES = [2.0, 1.5, 1.2, 1.0]
 def curve(num_samples: int, digests: list[list[str]], rank_offset: float = 0.0) -> dict[str, Any]:
     return {
         "losses": [loss + rank_offset for loss in LOSSES], "learning_rates": [0.1] * NUM_STEPS, "num_samples": [num_samples] * NUM_STEPS,
-        "sample_digests": digests, "parameter_digests": {"1": "p1", "2": "p2", "4": "p4"},
+        "sample_digests": digests, "batch_digests": [["b0", "b0"], ["b1", "b1"]], "parameter_digests": {"1": "p1", "2": "p2", "4": "p4"},
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from dualtrack.facts.errors import LaunchError, StageRefused
 from dualtrack.facts.expansion_settings import ExpansionSettings
-from dualtrack.facts.observations import Equality, Ratio, State, Unmeasured, Value
+from dualtrack.facts.observations import Equality, Maximum, Ratio, State, Unmeasured, Value
 from dualtrack.facts.project import find_project
 from dualtrack.facts.records import StageRecord
 from dualtrack.facts.settings import FreezeSettings
@@ -64,6 +64,13 @@ def test_a_small_ladder_passes_with_every_check_at_every_rung(record: StageRecor
     assert isinstance(verified, Equality)
     assert (verified.num_compared, verified.num_equal) == (2, 2)
     assert {f"probe_gradients_bit_equal_at_{size}_ranks" for size in (2, 4)} <= set(record.observations)
+
+
+def test_all_pools_of_a_host_stay_under_its_cap_together(record: StageRecord) -> None:
+    seen = record.observations["pool_peak_share_of_host_cap"]
+    assert isinstance(seen, Maximum)
+    assert len(seen.values) == 2
+    assert 0 < max(seen.values) <= 1
 
 
 def test_both_planted_faults_are_caught_by_the_integer_probe(record: StageRecord) -> None:
@@ -166,6 +173,7 @@ def test_the_ladder_stops_at_the_first_rung_that_fails_and_says_what_to_do(
     root: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(expansion, "check_rung", _check_without_launch_folder)
+    monkeypatch.setattr(expansion, "_note_cost", _no_cost)
     wrong = good_rung(4)
     wrong.results[3]["probe"] = ["a", "changed"]
     second = wrong if kind == "a check fails" else LaunchError("launch of 4 ranks ended: rank 1 was killed by SIGKILL")
@@ -178,6 +186,10 @@ def test_the_ladder_stops_at_the_first_rung_that_fails_and_says_what_to_do(
     assert (verified.num_compared, verified.num_equal, verified.num_mismatched) == (3, 1, 2)
     said = "probe_gradients_bit_equal" if kind == "a check fails" else "rank 1 was killed"
     assert any("stopped at 4 ranks" in note and said in note and "stay at 2 ranks" in note for note in run.notes)
+
+
+def _no_cost(runs: Any, findings: Findings, rung: Rung) -> float:
+    return 0.5
 
 
 def _check_without_launch_folder(rung: Rung, settings: ExpansionSettings) -> dict[str, Any]:

@@ -57,8 +57,9 @@ def test_a_rung_in_which_everything_is_right_passes(key: str, world_size: int) -
     ("ranks_agree_on_settings", "facts.plan", "another order"),
     ("samples_as_planned", "ids.0", PLAN.rank_ids(0, 0, 2).tolist()),
     ("samples_as_planned", "ids.3", [1]),
-    ("samples_as_delivered", "curve32.sample_digests.1.2", "changed in the pool"),
+    ("samples_as_delivered", "curve32.sample_digests.1.2", "drawn otherwise"),
     ("samples_as_delivered", "curve32.sample_digests.0", ["s0-4"]),
+    ("samples_as_delivered", "curve32.batch_digests.1", ["b1", "changed in the pool"]),
     ("initial_parameters_equal", "initial_digest", "another"),
     ("probe_gradients_bit_equal", "probe", ["a", "c"]),
     ("probe_gradients_bit_equal", "probe", ["a"]),
@@ -81,7 +82,7 @@ def test_one_wrong_thing_on_the_last_rank_fails_its_check(key: str, path: str, v
     assert state_of(key, rung) is State.FAILED
 
 
-@pytest.mark.parametrize(("precision", "error"), [("float64", 2e-12), ("float32", 1e-5), ("float64", math.nan)])
+@pytest.mark.parametrize(("precision", "error"), [("float64", 5e-12), ("float32", 4e-5), ("float64", math.nan)])
 @pytest.mark.parametrize("norm", ["relative", "largest"])
 def test_a_gradient_beyond_its_tolerance_fails_and_is_named(precision: str, error: float, norm: str) -> None:
     rung = good_rung()

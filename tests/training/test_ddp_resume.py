@@ -98,6 +98,12 @@ def test_a_rank_killed_while_the_checkpoint_is_made_leaves_the_previous_state(
     assert read_commit(step_folder(tmp_path, COMMIT)).position.world_size == 2
 
 
+def test_loader_workers_of_a_rank_change_nothing(launcher: RankLauncher, tmp_path: Path) -> None:
+    with_workers = JOB.model_copy(update={"path": JOB.path.model_copy(update={"num_workers": 1})})
+    plain, worked = train(launcher, tmp_path / "plain", 2), train(launcher, tmp_path / "worked", 2, job=with_workers)
+    assert [result["parameter_digests"] for result in plain] == [result["parameter_digests"] for result in worked]
+
+
 def test_a_commit_of_another_plan_is_refused(launcher: RankLauncher, tmp_path: Path) -> None:
     train(launcher, tmp_path, 1)
     with pytest.raises(LaunchError, match="belongs to another data plan"):

@@ -5,6 +5,7 @@ and with the single process; the ladder stops at the first rung that fails. Then
 """
 
 import math
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -14,7 +15,7 @@ from dualtrack.facts.derivations import failures_from_trials
 from dualtrack.facts.errors import LaunchError
 from dualtrack.facts.expansion_settings import ExpansionSettings
 from dualtrack.facts.line_judges import judge_observation
-from dualtrack.facts.observations import Divergence, Equality, Limit, Observation, State, ToolError, Value
+from dualtrack.facts.observations import Divergence, Equality, Limit, Maximum, Observation, State, ToolError, Value
 from dualtrack.facts.records import PlantedFault, StageRecord
 from dualtrack.facts.verdicts import plant_fault
 from dualtrack.stages.baseline import ensure_baseline, trace_path
@@ -112,6 +113,7 @@ def _climb(runs: ExpansionRuns, findings: Findings) -> tuple[dict[int, Rung], in
     """Verify rung after rung; stop at the first that fails. Return the verified rungs and the last one that was started."""
     settings, rungs = runs.settings, dict[int, Rung]()
     seen: list[dict[str, Observation]] = []
+    shares: list[float] = []
     below: int | None = None
     failure = ""
     top = settings.ladder[0]
@@ -125,6 +127,7 @@ def _climb(runs: ExpansionRuns, findings: Findings) -> tuple[dict[int, Rung], in
             break
         seen.append(check_rung(rung, settings))
         findings.observations |= {f"{key}_at_{top}_ranks": item for key, item in seen[-1].items()}
+        shares.append(_note_cost(runs, findings, rung))
         failed = failing_checks(seen[-1], runs.run.limits)
         if failed:
             failure = f"failed checks: {', '.join(failed)}"
@@ -132,6 +135,8 @@ def _climb(runs: ExpansionRuns, findings: Findings) -> tuple[dict[int, Rung], in
         rungs[top], below = rung, top
     if seen:
         findings.observations |= {key: merge([observations[key] for observations in seen]) for key in seen[0]}
+        what = "pool peaks of all ranks of a host over the host's cap, by rung"
+        findings.observations["pool_peak_share_of_host_cap"] = Maximum(what=what, unit="fraction", values=tuple(shares))
     findings.observations["rungs_verified"] = _rungs_verified(settings.ladder, rungs, top, failure)
     if failure:
         stay = f"stay at {max(rungs)} ranks" if rungs else "stay with the single process"
@@ -139,6 +144,25 @@ def _climb(runs: ExpansionRuns, findings: Findings) -> tuple[dict[int, Rung], in
             f"The ladder stopped at {top} ranks ({failure[:600]}). What to do: {stay}, repair what is named, and run the stage again."
         )
     return rungs, top
+
+
+def _note_cost(runs: ExpansionRuns, findings: Findings, rung: Rung) -> float:
+    """Record what a rung cost beside its checks (V23), and return the share of the host's pool budget that its ranks took."""
+    size = rung.world_size
+    findings.observations[f"seconds_until_up_at_{size}_ranks"] = Value(
+        what=f"until {size} ranks had joined", value=rung.seconds_until_up, unit="s"
+    )
+    num_processors = os.cpu_count() or 1
+    if rung.slow_ranks and (
+        rung.backend == "nccl" or size <= num_processors
+    ):  # ranks that share a core slow each other
+        words = ", ".join(
+            f"rank {rank}: {multiple:.1f} times the median rank's own time"
+            for rank, multiple in sorted(rung.slow_ranks.items())
+        )
+        runs.run.notes.append(f"Slow with {size} ranks: {words}")
+    peaks = [result["curve32"]["loader_stats"]["pool_peak_bytes"] for result in rung.results]
+    return float(sum(peaks)) / runs.settings.host_cap_bytes
 
 
 def failing_checks(observations: dict[str, Observation], limits: Sequence[Limit]) -> list[str]:

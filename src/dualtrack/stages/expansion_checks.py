@@ -22,6 +22,9 @@ from dualtrack.stages.expansion_rung import Rung
 from dualtrack.training.gradient_buckets import BucketLayout
 from dualtrack.training.rank_checks import share_explained_by_cyclic_sums
 
+LARGEST_ELEMENT_ALLOWANCE = 4.0
+"""The norm decides; one element may be off by so many times its tolerance (60 eps were seen in a convolution over 64 x 64 pixels)."""
+
 
 def check_rung(rung: Rung, settings: ExpansionSettings) -> dict[str, Observation]:
     """Return the observations of one rung, by key."""
@@ -77,15 +80,20 @@ def samples_as_planned(rung: Rung) -> Equality:
 
 
 def samples_as_delivered(rung: Rung) -> Equality:
-    """V2: what the ranks' paths delivered, sample by sample and bit for bit, is what the single process got."""
+    """V2: the ranks' datasets gave the samples that the single process got, and every rank's stage 2 path delivered them, bit for bit."""
     pairs: list[tuple[str, Any, Any]] = []
     for step, expected in enumerate(rung.single["curve32"]["sample_digests"]):
-        delivered = [digest for result in rung.results for digest in result["curve32"]["sample_digests"][step]]
+        drawn = [digest for result in rung.results for digest in result["curve32"]["sample_digests"][step]]
         pairs += [
             (f"step {step}, sample {place} of the global batch", want, got)
-            for place, (want, got) in enumerate(zip(expected, padded(delivered, len(expected)), strict=True))
+            for place, (want, got) in enumerate(zip(expected, padded(drawn, len(expected)), strict=True))
         ]
-    return compare("delivered samples against the single process", pairs)
+    for rank, result in enumerate(rung.results):
+        pairs += [
+            (f"rank {rank}, batch delivered at step {step}", want, got)
+            for step, (want, got) in enumerate(result["curve32"]["batch_digests"])
+        ]
+    return compare("samples drawn and batches delivered", pairs)
 
 
 def initial_parameters(rung: Rung) -> Equality:
@@ -114,9 +122,9 @@ def legacy_gradients(rung: Rung, precision: str, tolerance: float) -> Observatio
         return Unmeasured(what=what, reason=rung.legacy.float64_error or "the ranks computed none")
     errors = rung.results[0][precision]["errors"]
     judged = [
-        (f"{error['parameter']}, batch {error['step']}, {norm}", float(error[key]))
+        (f"{error['parameter']}, batch {error['step']}, {norm}", float(error[key]) / allowance)
         for error in errors
-        for key, norm in (("relative", "L2"), ("largest", "largest element"))
+        for key, norm, allowance in (("relative", "L2", 1.0), ("largest", "largest element", LARGEST_ELEMENT_ALLOWANCE))
     ]
     different = {tuple(result[precision]["digests"]) for result in rung.results} - {
         tuple(rung.results[0][precision]["digests"])

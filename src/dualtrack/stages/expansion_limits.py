@@ -28,6 +28,7 @@ RUNG_LIMITS = (
 EXPANSION = (
     Limit(observation="rungs_verified", relation="equal", bound=0, reason="the mission: each rung is checked against the single process before the next starts", primary=True),
     *RUNG_LIMITS,
+    Limit(observation="pool_peak_share_of_host_cap", relation="at most", bound=1.0, reason="the cap of stage 1 holds for all ranks of a host together"),
     Limit(observation="legacy_anchor", relation="equal", bound=0, reason="the gradients compared with are those of the frozen baseline; " + _ROUNDING),
     Limit(observation="resume_bit_equal", relation="equal", bound=0, reason="V19: a resumed run is the undisturbed one; " + _SAME),
     Limit(observation="resume_other_world_size", relation="equal", bound=0, reason="V20: up and down the ladder the float64 losses stay those of the single process"),

@@ -1,19 +1,22 @@
 """A stretch of planned training on one rank: steps a to b, what they gave, and a commit in between."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from dualtrack.facts.digests import sha256_json
 from dualtrack.facts.observations import Fact
-from dualtrack.training.batch_slices import as_double, num_samples_in, slice_batch
+from dualtrack.training.batch_slices import as_double, num_samples_in
 from dualtrack.training.checkpoint import Position, generator_state, load_checkpoint, load_generators, save_checkpoint
 from dualtrack.training.data_plan import DataPlan
 from dualtrack.training.ddp_worker import RankContext
 from dualtrack.training.frozen_batches import digest_parameters, digest_tensor
 from dualtrack.training.gradient_buckets import BucketLayout, num_initial_buckets, observed_layout
-from dualtrack.training.planned_loader import PlanSampler, plan_for
+from dualtrack.training.planned_loader import PlannedDataset, PlanSampler, indexed_dataset, plan_for
 from dualtrack.training.rank_readiness import make_repeatable
 from dualtrack.training.rank_training import (
     ParallelSettings,
@@ -54,7 +57,7 @@ class SegmentSpec(Fact):
     digest_after: tuple[int, ...] = ()
     """Further global steps after which they are."""
     num_sample_digests: int = 0
-    """Steps from the start whose delivered samples are digested one by one."""
+    """Steps from the start whose samples are digested one by one, and whose delivered batches are compared with what they were made of."""
     commit_after: int | None = None
     """Global step after which a checkpoint is committed."""
     commit_root: str = ""
@@ -69,6 +72,9 @@ class SegmentTrace(Fact):
     num_samples: tuple[int, ...]
     """Samples of this rank a step, as delivered."""
     sample_digests: tuple[tuple[str, ...], ...]
+    """By step, one a sample, as the dataset gave it."""
+    batch_digests: tuple[tuple[str, str], ...]
+    """By step: of those samples collated here and now, and of the batch that the stage 2 path delivered."""
     parameter_digests: dict[int, str]
     """Global step -> digest after it."""
     loader_stats: dict[str, Any]
@@ -81,9 +87,9 @@ class RankJob:
         """Build from equal seeds on all ranks; then seed each rank for itself, so that dropout masks differ between ranks."""
         self.context, self.spec, self.float64 = context, spec, float64
         self.workload = load_workload(spec.workload)
-        self.plan: DataPlan = plan_for(
-            self.workload.legacy_loader("train"), spec.data_fraction, spec.seed, spec.global_batch
-        )
+        legacy: Any = self.workload.legacy_loader("train")
+        self.plan: DataPlan = plan_for(legacy, spec.data_fraction, spec.seed, spec.global_batch)
+        self.dataset, self.collate = PlannedDataset(indexed_dataset(legacy), spec.seed), legacy.collate_fn
         seed_everything(spec.seed)
         self.model = self.workload.model()
         self.initial_digest = digest_parameters(self.model)
@@ -112,7 +118,7 @@ class RankJob:
                 clock.begin(step)
                 batch = next(batches)
                 if step - segment.start_step < segment.num_sample_digests:
-                    keep.sample_digests.append(digest_samples(batch))
+                    keep.add_samples(self._planned_samples(step, segment.shuffle_seed), self.collate, batch)
                 keep.num_samples.append(num_samples_in(batch))
                 keep.losses.append(self._step(batch, step))
                 keep.learning_rates.append(float(self.optimizer.param_groups[0]["lr"]))
@@ -164,6 +170,11 @@ class RankJob:
             seed_everything(self.spec.seed + 1 + self.context.rank + position.global_step * 100_003)
         return position
 
+    def _planned_samples(self, step: int, shuffle_seed: int | None) -> list[Any]:
+        """Return this rank's samples of one step straight from the dataset, past loader, pool and prefetcher."""
+        sampler = PlanSampler(self.plan, self.context.rank, self.context.world_size, step, step + 1, shuffle_seed)
+        return [self.dataset[key] for key in next(iter(sampler))]
+
     def _rebuild(self) -> None:
         sampler = PlanSampler(self.plan, self.context.rank, self.context.world_size, 0, MOST_REBUILD_STEPS)
         with open_rank_path(self.workload, sampler, self.context, self.spec.path) as path:
@@ -190,22 +201,24 @@ class _Kept:
         self.learning_rates: list[float] = []
         self.num_samples: list[int] = []
         self.sample_digests: list[tuple[str, ...]] = []
+        self.batch_digests: list[tuple[str, str]] = []
         self.parameter_digests: dict[int, str] = {}
+
+    def add_samples(self, samples: list[Any], collate: Callable[[list[Any]], Any], delivered: Any) -> None:
+        self.sample_digests.append(tuple(digest_values(sample)[:16] for sample in samples))
+        self.batch_digests.append((digest_values(collate(samples)), digest_values(delivered)))
 
     def trace(self, stats: dict[str, Any]) -> SegmentTrace:
         return SegmentTrace(
             losses=tuple(self.losses), learning_rates=tuple(self.learning_rates), num_samples=tuple(self.num_samples),
-            sample_digests=tuple(self.sample_digests), parameter_digests=self.parameter_digests, loader_stats=stats,
+            sample_digests=tuple(self.sample_digests), batch_digests=tuple(self.batch_digests), parameter_digests=self.parameter_digests, loader_stats=stats,
         )  # fmt: skip
 
 
-def digest_samples(batch: Any) -> tuple[str, ...]:
-    """Return one digest a sample over all its tensors, as they arrived on the device."""
-    size = num_samples_in(batch)
-    digests = []
-    for place in range(size):
-        leaves = torch.utils._pytree.tree_leaves(slice_batch(batch, place, size))
-        digests.append(
-            "".join(digest_tensor(leaf)[:16] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 0)
-        )
-    return tuple(digests)
+def digest_values(tree: Any) -> str:
+    """Return one digest over all leaves: tensors and arrays by their bytes, other values by their text."""
+    parts = []
+    for leaf in torch.utils._pytree.tree_leaves(tree):
+        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc" else leaf
+        parts.append(digest_tensor(tensor) if isinstance(tensor, torch.Tensor) else repr(leaf))
+    return sha256_json(parts)
