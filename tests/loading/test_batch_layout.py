@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import same, to_bytes
 from example_datasets import Opaque, Pair, Point, TaggedDict, TaggedList, TaggedTuple
 from hypothesis import given
 from hypothesis import strategies as st
+from pool_fakes import same, to_bytes
 
 from dualtrack.loading.batch_layout import (
     ALIGN_BYTES,

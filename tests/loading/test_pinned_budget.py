@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import FakePageLock
+from pool_fakes import FakePageLock
 
 from dualtrack.facts.errors import CapacityError
 from dualtrack.loading.host_limits import HostLimits, read_host_limits

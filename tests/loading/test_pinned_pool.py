@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FakeEvent, FakePageLock, num_open_descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pool_fakes import FakeEvent, FakePageLock, num_open_descriptors
 
 from dualtrack.facts.errors import CapacityError, PoolError
 from dualtrack.loading.pinned_budget import PinnedBudget

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FakeEvent, FakePageLock, num_open_descriptors, same, seed_all
 from example_datasets import AugmentedDataset, Images, Opaque, SizedBatches
+from pool_fakes import FakeEvent, FakePageLock, num_open_descriptors, same, seed_all
 from torch.utils.data import DataLoader
 
 from dualtrack.facts.errors import CapacityError, PoolError

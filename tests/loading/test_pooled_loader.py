@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same, seed_all
 from example_datasets import (
     AugmentedDataset,
     AugmentedStream,
@@ -18,6 +17,7 @@ from example_datasets import (
     WholeBatches,
     custom_collate,
 )
+from pool_fakes import same, seed_all
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FakePageLock, same, seed_all
 from example_datasets import AugmentedDataset, Images, SizedBatches, custom_collate
+from pool_fakes import FakePageLock, same, seed_all
 from torch.utils.data import DataLoader
 
 from dualtrack.facts.errors import PoolError
