@@ -85,7 +85,7 @@ def test_a_loss_that_is_nan_is_named_and_never_green(project: Project) -> None:
     record = run_freeze_stage(run)
     assert record.verdict.state is not State.PASSED
     assert {trial.outcome.cause for trial in record.trials} == {"non-finite loss"}
-    with pytest.raises(GateNotPassed, match="non-finite loss|NonFiniteLoss"):
+    with pytest.raises(GateNotPassed, match=r"non-finite loss|NonFiniteLoss"):
         close_stage(run, record)
 
 

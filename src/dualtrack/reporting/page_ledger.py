@@ -6,10 +6,9 @@ from datetime import datetime
 from pathlib import Path
 
 from dualtrack.facts.errors import LedgerError
-from dualtrack.facts.ledger import REHEARSAL, LEGACY, Entry, Ledger, Promotion, RollbackEntry, Waiver
+from dualtrack.facts.ledger import LEGACY, REHEARSAL, Entry, Ledger, Promotion, RollbackEntry, Waiver
 from dualtrack.facts.records import StageRecord
 from dualtrack.facts.verdicts import blocks
-
 
 
 @dataclass(frozen=True, kw_only=True)
