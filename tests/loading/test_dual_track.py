@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from dualtrack.loading.divergence_bundle import recompare
 from dualtrack.loading.dual_track import DualTrackLoader
 from dualtrack.loading.pooled_loader import PooledLoader
-from dualtrack.loading.routing import TrafficRamp, serves_candidate
+from dualtrack.loading.routing import RampPosition, TrafficRamp, serves_candidate
 from dualtrack.loading.shadow_evidence import CleanEpochCount
 from dualtrack.loading.shadow_faults import FaultyLoader
 from dualtrack.loading.shadow_generators import capture_generators
@@ -572,6 +572,18 @@ def test_each_rung_has_its_own_evidence_and_is_left_only_after_its_clean_epochs(
             for _ in loader:
                 break
         assert loader.ramp_position.rung == 0, "epochs that are not counted lead nowhere"
+
+
+def test_a_ramp_that_did_not_start_at_zero_stays_in_probation_after_a_dirty_epoch():
+    place = RampPosition(TrafficRamp(shares=(0.5, 1.0), num_clean_epochs_per_rung=1))
+    assert place.share == 0.5
+    place.note_dirty()
+    for _ in range(5):
+        place.note_clean()
+        assert (place.share, place.in_probation) == (0.0, True)
+    restored = RampPosition(place.ramp)
+    restored.restore(place.to_plain())
+    assert restored.share == 0.0 and restored.in_probation
 
 
 def test_the_count_of_clean_epochs_names_each_reset():

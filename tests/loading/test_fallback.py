@@ -122,26 +122,37 @@ def test_errors_of_the_dataset_itself_are_the_candidates_only_there(error):
         assert type(error).__name__ in loader.evidence[0].errors[0]
 
 
-class Slow(Drawing):
-    """Slow enough that a worker killed at the first batch still owes others."""
+class SlowSecondBatch(Drawing):
+    """A worker owes its second batch for most of a second."""
+
+    num_given = 0
 
     def __getitem__(self, index):
-        if torch.utils.data.get_worker_info() is not None:
-            time.sleep(0.03)
+        self.num_given += 1
+        if self.num_given > 3:
+            time.sleep(0.3)
         return super().__getitem__(index)
 
 
 @pytest.mark.parametrize("mode", ["shadow", pytest.param("all traffic", marks=pytest.mark.full), "retired"])
 def test_a_killed_worker_falls_back_exactly(mode):
     def build():
-        return DataLoader(Slow(), batch_size=3, shuffle=True, num_workers=2)
+        return legacy_loader(num_workers=2)
 
-    expected = legacy_run(3, build)
-    got, evidence = run_with_fault(MODES[mode], "worker killed", 0, build=build)
-    assert_same_run(expected, got)
-    assert evidence[1].num_errors == 1
-    assert "died" in evidence[1].errors[0] or "exited unexpectedly" in evidence[1].errors[0]
-    assert evidence[1].fallback_position is not None
+    candidates = []
+
+    def candidate():
+        slow = DataLoader(SlowSecondBatch(), batch_size=3, shuffle=True, num_workers=2)
+        candidates.append(FaultyLoader(pooled(slow), "worker killed", 0) if not candidates else pooled(build()))
+        return candidates[-1]
+
+    expected = legacy_run(2, build)
+    seed_everything(5)
+    with dual_loader(build, candidate, MODES[mode]) as loader:
+        assert_same_run(expected, train(loader, 2))
+        first = loader.evidence[0]
+    assert (first.num_errors, first.fallback_position is not None, len(candidates)) == (1, True, 2)
+    assert "died" in first.errors[0] or "exited unexpectedly" in first.errors[0]
 
 
 class Suicidal(Drawing):

@@ -3,6 +3,7 @@
 import collections
 import gc
 import random
+import signal
 import threading
 import time
 
@@ -17,6 +18,7 @@ from dualtrack.loading.pooled_loader import PooledLoader
 from dualtrack.loading.stream_prefetcher import PASS_THROUGH, CUDADataPrefetcher
 from dualtrack.loading.transfer_device import DeadlinePassed, HostTransferDevice
 from dualtrack.loading.transfer_pipeline import LOOK_AHEAD_DRAWS
+from dualtrack.loading.transfer_source import HostPuller
 from dualtrack.training.workload import seed_everything
 from dualtrack.workloads.digits import create
 
@@ -171,6 +173,62 @@ def test_a_source_that_hangs_meets_the_deadline_and_close_does_not_wait_for_it()
     release.set()
     prefetcher.close()
     join_helper_threads(1.0)
+
+
+def test_an_interrupt_while_waiting_loses_repeats_and_runs_ahead_of_nothing():
+    given = []
+
+    def slow():
+        for k in range(4):
+            time.sleep(0.2 if k == 1 else 0)
+            given.append(k)
+            yield k
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    puller = HostPuller(slow, 5.0, torch.device("cpu"))
+    assert puller.pull().content == 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            puller.pull()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert puller.pull().content == 1
+    time.sleep(0.05)
+    assert given == [0, 1], "the source works only while somebody waits for it"
+    assert [puller.pull().content for _ in range(2)] == [2, 3]
+    assert puller.pull().kind == "end"
+
+
+def test_the_source_runs_with_the_consumers_grad_mode():
+    seen = []
+
+    def source():
+        for batch in pairs(3):
+            seen.append(torch.is_grad_enabled())
+            yield batch
+
+    class Loader:
+        def __iter__(self):
+            return source()
+
+    prefetcher = CUDADataPrefetcher(Loader(), transfer=FakeTransferDevice(), depth=1)
+    prefetcher.next()
+    with torch.no_grad():
+        prefetcher.next()
+    assert seen == [True, False, False]
+
+
+def test_a_puller_that_is_dropped_ends_its_thread():
+    before = threading.active_count()
+    puller = HostPuller(lambda: iter(pairs(3)), 1.0, torch.device("cpu"))
+    assert puller.pull().kind == "batch"
+    del puller
+    join_helper_threads(2.0)
+    assert threading.active_count() <= before
 
 
 def test_a_break_and_a_second_iteration_start_at_the_first_batch_and_the_older_iterator_is_an_error():

@@ -7,9 +7,8 @@ from pydantic import Field, model_validator
 
 from dualtrack.facts.observations import Fact
 
-EPOCH_STRIDE = (
-    7  # shares are decimal fractions, so their denominators have the factors 2 and 5 only; 7 moves through all residues
-)
+EPOCH_STRIDE = 7
+"""Shares are decimal fractions, so their denominators have the factors 2 and 5 only; 7 moves through all residues."""
 
 
 def serves_candidate(share: float, epoch: int, position: int) -> bool:
@@ -71,11 +70,7 @@ class RampPosition:
     def note_clean(self) -> None:
         """Count a clean epoch; enough of them lead to the next rung."""
         self._num_clean += 1
-        if (
-            self._num_clean >= self.ramp.num_clean_epochs_per_rung
-            and self.rung + 1 < len(self.ramp.shares)
-            and not self.in_probation
-        ):
+        if self._num_clean >= self.ramp.num_clean_epochs_per_rung and self.rung + 1 < len(self.ramp.shares):
             self.rung += 1
             self._num_clean = 0
 
