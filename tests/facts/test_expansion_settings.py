@@ -22,8 +22,8 @@ def test_a_ladder_that_does_not_rise_by_powers_of_two_is_refused(ladder: tuple[i
 
 
 def test_a_curve_too_short_for_its_commit_and_resume_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 13"):
-        ExpansionSettings.parse({"curve_steps": (30, 30, 12)})
+    with pytest.raises(ValueError, match="at least 10"):
+        ExpansionSettings.parse({"curve_steps": (30, 30, 9)})
 
 
 def test_every_rung_has_its_number_of_steps() -> None:

@@ -4,6 +4,7 @@ On CUDA a figure is bounded by synchronising at both edges of a window; on CPU i
 and nothing about GPUs.
 """
 
+import gc
 import os
 import statistics
 import time
@@ -137,6 +138,8 @@ def _wrap(context: RankContext, job: RankJob, variant: SweepVariant) -> torch.nn
 
 def _time_variant(context: RankContext, job: RankJob, variant: SweepVariant, batch: Any, num_steps: int) -> float:
     """Wrap anew, let DDP rebuild its buckets, then time the steps; the wrapper is gone before the next one comes."""
+    job.model.zero_grad(set_to_none=True)  # gradients may be views into the buckets of the wrapper before
+    gc.collect()  # a wrapper is part of a reference cycle, and holds as many bytes as the model
     parallel = _wrap(context, job, variant)
     silent: Callable[[], Any] = nullcontext if variant.sends else parallel.no_sync
     for step in range(NUM_REBUILD_STEPS):
