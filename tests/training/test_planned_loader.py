@@ -66,6 +66,15 @@ def test_a_sample_draws_the_same_whatever_was_drawn_before() -> None:
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.parametrize("other", [(9, 2, 3), (1, 9, 3), (1, 2, 9)])
+def test_seed_epoch_and_sample_each_change_what_is_drawn(other: tuple[int, int, int]) -> None:
+    drawn = []
+    for key in ((1, 2, 3), other):
+        with seeded_draws(*key):
+            drawn.append((random.random(), float(np.random.uniform()), float(torch.rand(()))))
+    assert all(one != another for one, another in zip(*drawn, strict=True))
+
+
 def test_a_dataset_without_indices_is_refused_with_the_reason() -> None:
     with pytest.raises(StageRefused, match="without indices a plan can't say"):
         plan_for(DataLoader(_Stream(), batch_size=4), 1.0, 0)
