@@ -70,4 +70,6 @@ def find_project(root: str | Path | None = None) -> Project:
             settings = tomllib.loads(marker.read_text())
             return Project(root=folder, workload=str(settings.get("workload", "digits")))
     where = f"in {Path(root).name!r}" if root is not None else "here or in a folder above"
-    raise ValueError(f"expected the marker {MARKER} {where}, found none; run `dualtrack init` there, or pass --root")
+    raise ValueError(
+        f'expected the marker {MARKER} {where}, found none; create it there with a line workload = "package.module:factory", or pass --root'
+    )

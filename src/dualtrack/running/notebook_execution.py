@@ -68,7 +68,7 @@ def execute_notebook(
         ending = Ending(kind="completed")
         try:
             papermill.execute_notebook(
-                _escaped(source), _escaped(target), parameters=parameters, kernel_name=KERNEL_NAME, engine_name=client.name, cwd=str(root),
+                _escaped(source), _escaped(target), parameters=parameters, kernel_name=KERNEL_NAME, language="python", engine_name=client.name, cwd=str(root),
                 progress_bar=False, execution_timeout=int(timeout_seconds), start_timeout=120, autosave_cell_every=0,
             )  # fmt: skip
         except papermill.PapermillExecutionError as error:

@@ -120,11 +120,11 @@ class WorkbookRun:
         """Keep a finished stage of the run being resumed if nothing that it rests on has changed."""
         try:
             record = read_finished(self.folder, stage)
+            frozen = load_manifest(self.project.frozen_folder(record.workload))
         except EvidenceError as error:
             self.say(f"{stage}: runs again ({error})")
             return False
         settings = SETTINGS[stage].parse(self.parameters[stage])
-        frozen = load_manifest(self.project.frozen_folder(record.workload))
         changed = [
             name
             for name, before, now in (
