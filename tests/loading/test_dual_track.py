@@ -1,6 +1,7 @@
 """The dual track: legacy's own run for the trainer, every batch compared, and evidence that counts only what was seen."""
 
 import gc
+import json
 import random
 import threading
 import time
@@ -600,6 +601,17 @@ def test_evidence_survives_json():
         list(loader)
         evidence = loader.evidence[0]
     assert type(evidence).model_validate_json(evidence.model_dump_json()) == evidence
+
+
+@pytest.mark.parametrize("settings", [SHADOW, RETIRED], ids=["shadow", "retired"])
+def test_a_checkpoint_does_not_grow_with_the_epochs(settings):
+    sizes = []
+    with dual_loader(settings=settings) as loader:
+        for _ in range(6):
+            list(loader)
+            sizes.append(len(json.dumps(loader.state_dict()["journal"])))
+    assert max(sizes) < 1.1 * min(sizes)
+    assert max(sizes) < 100_000
 
 
 def test_close_twice_is_fine_and_a_later_iteration_starts_again():

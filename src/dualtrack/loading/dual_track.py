@@ -23,7 +23,6 @@ from dualtrack.loading.divergence_bundle import BundleContext, describe_divergen
 from dualtrack.loading.fallback import (
     Journal,
     WorkerDeathsAsValues,
-    keeps_workers,
     prepare_epoch,
     read_from,
     rebuild_loader,
@@ -268,12 +267,11 @@ class DualTrackLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch stands, as JSON data: behind the last batch that was handed out."""
-        loaders = [track.loader for track in (self._legacy, self._candidate) if track is not None]
         return {
             "epoch": self._next_epoch,
             "position": self._run.position if self._run is not None else None,
             "sampler_epoch": self._sampler_epoch,
-            "journal": self._journal.to_plain(only_current=not any(map(keeps_workers, loaders))),
+            "journal": self._journal.to_plain(),
             "generators": capture_generators().to_plain(),
             "ramp": self.ramp_position.to_plain(),
             "num_clean_epochs": self.clean_epochs.count,

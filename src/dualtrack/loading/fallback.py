@@ -59,7 +59,7 @@ class EpochStart:
 
 
 class Journal:
-    """The epochs so far. Each costs about 10 KB."""
+    """The epoch under way, and with persistent workers all before it; each costs about 10 KB."""
 
     def __init__(self, construction: GeneratorStates) -> None:
         """Begin where the loaders are built."""
@@ -72,17 +72,18 @@ class Journal:
         return self.epochs[-1]
 
     def begin_epoch(self, states: GeneratorStates, loader: Any, sampler_epoch: int | None) -> None:
-        """Note the start of an epoch, before `iter(loader)`."""
+        """Note the start of an epoch, before `iter(loader)`; forget the earlier ones unless the loader's workers remember them."""
+        if not keeps_workers(loader):
+            self.epochs.clear()
         own_states = tuple(generator.get_state() for generator in generators_of(loader))
         self.epochs.append(EpochStart(states, own_states, sampler_epoch))
 
-    def to_plain(self, only_current: bool) -> dict[str, Any]:
-        """Return it as JSON data; without persistent workers the current epoch is enough."""
-        epochs = self.epochs[-1:] if only_current else self.epochs
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as JSON data."""
         return {
             "version": JOURNAL_VERSION,
             "construction": self.construction.to_plain(),
-            "epochs": [epoch.to_plain() for epoch in epochs],
+            "epochs": [epoch.to_plain() for epoch in self.epochs],
         }
 
     @classmethod
