@@ -180,12 +180,12 @@ def status(root: Path | None) -> None:
 def promote(root: Path | None, stage: str, run_name: str, who: str, why: str, allow_dirty: bool) -> None:
     """Make a stage's path the active one; refused unless its gate passed, the run verifies and the stages before it are promoted."""
     from dualtrack.reporting.verify import verify_run
-    from dualtrack.stages.promotion_command import promote_stage
+    from dualtrack.stages.promotion_command import Decision, promote_stage
 
     project = find_project(root)
     folder = _find_run(project, run_name)
     problem = verify_run(folder).first_difference
-    click.echo(promote_stage(project, stage, folder, problem, who=who, why=why, allow_dirty=allow_dirty))
+    click.echo(promote_stage(project, stage, folder, problem, Decision(who=who, why=why, allow_dirty=allow_dirty)))
 
 
 @main.command()

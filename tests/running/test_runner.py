@@ -14,7 +14,7 @@ from dualtrack.running.parameters import collect_parameters
 from dualtrack.running.runner import EXIT_INCOMPLETE, WorkbookRun
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reporting"))
-from example_run import write_example_run  # noqa: E402 (the builder lives with the page's tests)
+from example_run import write_example_run
 
 FINISH = "import shutil\nfor ending in ('json', 'completed.json'):\n    (p := __import__('pathlib').Path(run_folder) / 'records').mkdir(exist_ok=True)\n    shutil.copy(f'example/records/{stage}.{ending}', p / f'{stage}.{ending}')"
 

@@ -37,6 +37,7 @@ def run_memory_stage(run: StageRun) -> StageRecord:
     findings = Findings(stable_keys=STABLE_KEYS)
     trace = compare_with_frozen(run, findings, "pooled", sizes)
     probes = _probe_bounds(run, findings, sizes)
+    _probe_refusals(run, findings, sizes)
     series = TrialSeries(run, cap_bytes=sizes.cap_bytes, slot_bytes=sizes.slot_bytes)
     series.sample_memory(["legacy", "pooled"])
     series.compare("pooled", settings.num_pairs)
@@ -149,6 +150,14 @@ def _probe_bounds(run: StageRun, findings: Findings, sizes: PoolSizes) -> dict[s
             what="training and evaluation at once, each complete and within its own cap", value=within and complete
         )
 
+    findings.observe("full_pool_makes_producer_wait", "a full pool", full_pool)
+    findings.observe("pools_are_isolated", "two pools at once", isolated)
+    return probes
+
+
+def _probe_refusals(run: StageRun, findings: Findings, sizes: PoolSizes) -> None:
+    deadline = run.settings.trial_deadline_seconds
+
     def small_cap() -> Observation:
         arguments = {
             "workload": run.settings.workload,
@@ -164,11 +173,8 @@ def _probe_bounds(run: StageRun, findings: Findings, sizes: PoolSizes) -> dict[s
         refusal = run_or_raise(f"{PROBES}:probe_process_group", {}, deadline)
         return Value(what="the stage refuses to run inside a process group", value=bool(refusal))
 
-    findings.observe("full_pool_makes_producer_wait", "a full pool", full_pool)
-    findings.observe("pools_are_isolated", "two pools at once", isolated)
     findings.observe("small_cap_refused", "a cap below one batch", small_cap)
     findings.observe("refused_in_process_group", "a process group", process_group)
-    return probes
 
 
 def _plant_faults(run: StageRun, trace: EqualityTrace | None, sizes: PoolSizes) -> list[PlantedFault]:

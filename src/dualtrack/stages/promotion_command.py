@@ -1,6 +1,7 @@
 """`dualtrack promote`, `waive` and `status`: the acts that write the project's ledger, and what it says now."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -13,9 +14,16 @@ from dualtrack.facts.records import STAGES, StageRecord
 from dualtrack.measuring import provenance
 
 
-def promote_stage(
-    project: Project, stage: str, folder: Path, verify_problem: str | None, *, who: str, why: str, allow_dirty: bool
-) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Who decides, why, and whether a working tree with uncommitted changes is accepted."""
+
+    who: str
+    why: str
+    allow_dirty: bool = False
+
+
+def promote_stage(project: Project, stage: str, folder: Path, verify_problem: str | None, decision: Decision) -> str:
     """Make a stage's path the active one, and return a sentence about it.
 
     Args:
@@ -23,9 +31,7 @@ def promote_stage(
         stage: The stage to promote; every stage before it must be promoted already.
         folder: The run whose record carries the promotion.
         verify_problem: The first difference that verification found in the run, None where there is none.
-        who: Who promotes.
-        why: Why now.
-        allow_dirty: Promote from a working tree with uncommitted changes.
+        decision: Who promotes, and why now.
 
     Raises:
         LedgerError: The evidence does not carry the promotion; the message says why and what to do.
@@ -38,14 +44,14 @@ def promote_stage(
         hardware_identity=provenance.hardware_identity(record.device), frozen_inputs_digest=frozen.digest,
         code=provenance.collect(record.device)["code"], now=datetime.now(UTC),
     )  # fmt: skip
-    grounds = check_promotion(ledger, record, site, verify_problem=verify_problem, allow_dirty=allow_dirty)
+    grounds = check_promotion(ledger, record, site, verify_problem=verify_problem, allow_dirty=decision.allow_dirty)
     ledger.append(
         Promotion(
             at=site.now,
             stage=stage,
             active_path=PATH_AFTER[stage],
-            who=who,
-            why=f"{why} ({grounds})",
+            who=decision.who,
+            why=f"{decision.why} ({grounds})",
             run=folder.name,
             run_digest=sha256_file(folder / "manifest.json"),
             hardware_identity=site.hardware_identity,
