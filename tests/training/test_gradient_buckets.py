@@ -40,6 +40,16 @@ def test_a_bucket_closes_once_its_cap_is_reached_and_may_exceed_it_by_its_last_t
     assert layout.num_bytes == 812_440
 
 
+def test_a_bucket_that_reaches_its_cap_exactly_is_closed() -> None:
+    layout = predict_layout(parameters_of(10, 2**18), 1)
+    assert [bucket.parameters for bucket in layout.buckets] == [(1,), (0,)]
+
+
+def test_ddps_default_has_a_small_first_bucket_and_large_later_ones() -> None:
+    layout = predict_layout(parameters_of(*[200_000] * 40), None)
+    assert [len(bucket.parameters) for bucket in layout.buckets] == [2, 33, 5]
+
+
 def test_a_tensor_is_never_split() -> None:
     layout = predict_layout(parameters_of(10_000_000), 1)
     assert [bucket.parameters for bucket in layout.buckets] == [(0,)]
