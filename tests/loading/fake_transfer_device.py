@@ -14,11 +14,11 @@ from dualtrack.loading.transfer_device import CopyPair, Transfer, TransferDevice
 UNWRITTEN = 0xEE
 
 
-def join_helper_threads(deadline_seconds: float = 20.0) -> None:
-    """Wait until every source that was made to hang has ended: a thread that wakes up while the interpreter exits can abort it."""
+def join_helper_threads(before: list[threading.Thread], deadline_seconds: float = 20.0) -> None:
+    """Wait until every source that was made to hang since `before` has ended: a thread that wakes up at the interpreter's exit can abort it."""
     limit = time.monotonic() + deadline_seconds
-    while any(thread.name.startswith("dualtrack") for thread in threading.enumerate()) and time.monotonic() < limit:
-        time.sleep(0.01)
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join(max(0.0, limit - time.monotonic()))
 
 
 class FakeEvent:

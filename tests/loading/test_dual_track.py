@@ -24,7 +24,7 @@ from dual_track_runs import (
     pooled,
     train,
 )
-from fake_transfer_device import FakeTransferDevice
+from fake_transfer_device import FakeTransferDevice, join_helper_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -372,7 +372,9 @@ def test_a_pageable_batch_makes_the_epoch_dirty():
         assert evidence.verdict == "dirty" and evidence.reasons == (f"{NUM_BATCHES} pageable batches",)
 
 
-def test_a_comparison_that_never_ends_meets_its_deadline():
+def test_a_comparison_that_never_ends_meets_its_deadline(monkeypatch):
+    monkeypatch.setattr("dualtrack.loading.shadow_tracks.ABANDON_SECONDS", 0.3)
+    before = threading.enumerate()
     device = FakeTransferDevice()
     expected = legacy_run(1)
     seed_everything(5)
@@ -384,8 +386,11 @@ def test_a_comparison_that_never_ends_meets_its_deadline():
         next(iterator)
         device.hangs = False
         list(iterator)
-        assert loader.evidence[0].num_deadline == 1
+        assert loader.evidence[0].num_deadline == 2, (
+            "the comparison's, and that of closing a candidate whose copies hang"
+        )
         assert loader.evidence[0].num_batches == NUM_BATCHES
+    join_helper_threads(before)
 
 
 def test_errors_of_legacy_are_the_trainers_and_make_the_epoch_dirty():

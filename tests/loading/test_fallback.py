@@ -88,13 +88,13 @@ def test_a_failing_copy_falls_back_at_its_batch(settings, position):
 @pytest.mark.parametrize("settings", [SHADOW, RETIRED], ids=["shadow", "retired"])
 @pytest.mark.parametrize("position", [0, 2])
 def test_a_candidate_that_hangs_meets_its_deadline_and_legacy_goes_on(settings, position):
-    expected = legacy_run(2)
+    expected, before = legacy_run(2), threading.enumerate()
     candidates = []
 
     def candidate():
         loader = pooled(legacy_loader())
         candidates.append(loader)
-        return FaultyLoader(loader, "hang", position, hang_seconds=2) if len(candidates) == 1 else loader
+        return FaultyLoader(loader, "hang", position, hang_seconds=1.5) if len(candidates) == 1 else loader
 
     seed_everything(5)
     started = time.monotonic()
@@ -102,7 +102,7 @@ def test_a_candidate_that_hangs_meets_its_deadline_and_legacy_goes_on(settings, 
         assert_same_run(expected, train(loader, 2))
         assert (loader.evidence[0].num_deadline, loader.evidence[0].num_errors) == (1, 1)
     assert time.monotonic() - started < 10
-    join_helper_threads()
+    join_helper_threads(before)
 
 
 @pytest.mark.parametrize("error", [KeyError(3), MemoryError("full"), OSError(5, "disk")], ids=repr)

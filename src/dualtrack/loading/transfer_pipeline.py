@@ -16,7 +16,7 @@ import torch
 from dualtrack.facts.errors import PrefetchError
 from dualtrack.loading.batch_layout import PLAIN_TYPES, map_leaves, why_not_staged
 from dualtrack.loading.shadow_generators import capture_generators
-from dualtrack.loading.transfer_device import CopyPair, Transfer, TransferDevice
+from dualtrack.loading.transfer_device import CopyPair, DeadlinePassed, Transfer, TransferDevice
 from dualtrack.loading.transfer_source import HostPuller
 from dualtrack.loading.transfer_stats import TransferClock, TransferCounts
 
@@ -178,7 +178,8 @@ class TransferPipeline:
         except Exception as error:  # noqa: BLE001 (it becomes the batch's error)
             self._is_over = True
             self._counts.num_errors += 1
-            failed = PrefetchError(f"the copy of batch {position} failed: {type(error).__name__}: {error}")
+            kind = DeadlinePassed if isinstance(error, TimeoutError) else PrefetchError
+            failed = kind(f"the copy of batch {position} failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
             if (
                 staged.transfer is not None
