@@ -24,7 +24,7 @@ JOB = JobSpec(
     parallel=ParallelSettings(bucket_cap_mb=0.05),
     path=RankPath(host_cap_bytes=2**24),
 )
-COMMIT, STOP = 6, 10
+COMMIT, STOP = 7, 11  # two steps are an epoch: the commit lies inside one
 
 
 @pytest.fixture(scope="module")
