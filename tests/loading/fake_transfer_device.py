@@ -111,6 +111,7 @@ class FakeTransferDevice(TransferDevice):
         return FakeEvent(self, self.consumer_seconds)
 
     def seconds_between(self, first: FakeEvent, second: FakeEvent) -> float:
+        assert first.is_done and second.is_done, "a device refuses the time between events that have not completed"
         return second.seconds - first.seconds
 
     def beside(self, *after: Any) -> contextlib.AbstractContextManager[None]:

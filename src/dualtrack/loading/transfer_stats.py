@@ -127,8 +127,13 @@ class TransferClock:
         self._num_delivered += 1
 
     def _collect(self) -> None:
-        while self._pending and self._pending[0][1].query() and self._pending[0][0].transfer.end.query():
-            times, done = self._pending.popleft()
+        while self._pending:
+            times, done = self._pending[0]
+            # a consumer that changes its stream may complete the later of two events first
+            events = (done, times.begin, times.ready, times.transfer.end, times.transfer.start)
+            if not all(event.query() for event in events):
+                return
+            self._pending.popleft()
             seconds = self._device.seconds_between
             copy = seconds(times.transfer.start, times.transfer.end)
             self.copy_seconds += copy
