@@ -172,7 +172,7 @@ def status(root: Path | None) -> None:
 
 @main.command()
 @ROOT_OPTION
-@click.argument("stage", type=click.Choice(STAGES[:4]))
+@click.argument("stage", type=click.Choice(STAGES[1:4]))
 @click.option("--run", "run_name", default="latest", show_default=True, help="The run whose gate passed.")
 @click.option("--who", required=True, help="Who promotes.")
 @click.option("--why", required=True, help="Why now.")

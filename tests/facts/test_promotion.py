@@ -134,3 +134,9 @@ def test_a_broken_measurement_is_refused(ledger: Ledger) -> None:
 
 def test_a_limit_that_needs_cuda_does_not_hold_up_a_promotion_on_the_machine_without_it(ledger: Ledger) -> None:
     assert check(ledger, record()) == "passed gate"
+
+
+def test_stage_0_changes_nothing_and_need_not_be_promoted(tmp_path: Path) -> None:
+    assert check(Ledger(tmp_path / "empty.jsonl"), record()) == "passed gate"
+    with pytest.raises(LedgerError, match="expected one of"):
+        check(Ledger(tmp_path / "empty.jsonl"), record(STAGES[0]))

@@ -52,7 +52,7 @@ def check_promotion(
 
 
 def _check_order(ledger: Ledger, stage: str) -> None:
-    gated = STAGES[:-1]
+    gated = STAGES[1:-1]  # stage 0 changes nothing, so there is nothing to promote
     if stage not in gated:
         raise LedgerError(
             f"expected one of {', '.join(gated)}, got {stage}; only a stage with a migration step is promoted"

@@ -87,7 +87,7 @@ def describe_status(project: Project, latest: Path | None) -> Iterator[str]:
     promoted = ledger.promoted_stages()
     yield f"active path     {ledger.active_path()}"
     yield f"promoted        {', '.join(promoted) if promoted else 'nothing yet'}"
-    following = [stage for stage in STAGES[:-1] if stage not in promoted]
+    following = [stage for stage in STAGES[1:-1] if stage not in promoted]
     yield f"next            {following[0] if following else 'nothing: the migration is complete'}"
     for entry in ledger.entries()[-5:]:
         if isinstance(entry, Promotion | RollbackEntry):
