@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dualtrack.training.batch_slices import as_double, slice_batch
+from dualtrack.training.frozen_batches import digest_batch
 from dualtrack.training.workload import Workload, load_workload, seed_everything
 
 SMALL = ("digits", "images", "dualtrack.workloads.images:create_small_vit_fp32", "tokens")
@@ -37,6 +38,13 @@ def test_the_mean_over_equal_rank_slices_is_the_loss_and_gradient_of_the_whole(r
     assert sum(loss for loss, _ in parts) / world_size == pytest.approx(whole_loss, rel=1e-12)
     gradient = torch.stack([part for _, part in parts]).mean(dim=0)
     assert float((gradient - whole_gradient).norm() / whole_gradient.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("reference", SMALL)
+def test_to_device_keeps_containers_dtypes_and_bits(reference: str) -> None:
+    workload = load_workload(reference)
+    batch = first_batch(workload)
+    assert digest_batch(workload.to_device(batch, torch.device("cpu")), "batch") == digest_batch(batch, "batch")
 
 
 @pytest.mark.parametrize("reference", SMALL)

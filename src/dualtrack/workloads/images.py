@@ -147,9 +147,9 @@ class Images:
         )
 
     def to_device(self, batch: Any, device: torch.device) -> Any:
-        """Copy images `[B, 3, H, W]` and classes `[B]` with two blocking copies."""
+        """Copy images `[B, 3, H, W]` and classes `[B]` with two blocking copies, into a list as the default collate makes one."""
         images, classes = batch
-        return images.to(device), classes.to(device)
+        return [images.to(device), classes.to(device)]
 
     def model(self) -> nn.Module:
         """Build the model."""
