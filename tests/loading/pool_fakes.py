@@ -36,6 +36,7 @@ class FakePageLock:
         self.bound_by_memlock = bound_by_memlock
         self.fail_at_call, self.largest_bytes = fail_at_call, largest_bytes
         self.num_calls = 0
+        self.refuse_to_unlock = False
         self.locked: dict[int, int] = {}
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -46,6 +47,8 @@ class FakePageLock:
         self.locked[address] = num_bytes
 
     def unregister(self, address: int) -> None:
+        if self.refuse_to_unlock:
+            raise PoolError("the fake driver refuses to unlock")
         del self.locked[address]
 
 

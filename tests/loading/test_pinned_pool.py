@@ -211,6 +211,39 @@ def test_close_gives_up_on_a_copy_that_hangs_and_keeps_the_pages_it_may_read() -
     assert not lock.locked
 
 
+class InterruptedLock(FakePageLock):
+    """A driver call in which Ctrl-C arrives, once."""
+
+    def unregister(self, address: int) -> None:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise KeyboardInterrupt
+        super().unregister(address)
+
+
+def test_an_interrupt_inside_close_leaves_the_rest_to_the_next_close() -> None:
+    budget, lock, before = PinnedBudget(1 << 20), InterruptedLock(), num_open_descriptors()
+    pool = open_pool(budget=budget, page_lock=lock)
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    assert lock.locked and pool.is_open
+    pool.close()
+    assert not lock.locked and not pool.is_open
+    assert budget.reserved_bytes == 0
+    del pool
+    assert num_open_descriptors() == before
+
+
+def test_a_driver_that_refuses_to_unlock_is_named_once_and_the_memory_is_returned() -> None:
+    budget, lock = PinnedBudget(1 << 20), FakePageLock()
+    pool = open_pool(budget=budget, page_lock=lock)
+    lock.refuse_to_unlock = True
+    with pytest.raises(PoolError, match="refuses to unlock"):
+        pool.close()
+    pool.close()
+    assert budget.reserved_bytes == pool.current_bytes == 0
+
+
 def test_a_waiting_producer_learns_of_close_within_a_second() -> None:
     pool = open_pool(1, wait_seconds=60)
     held = pool.acquire(1)

@@ -232,7 +232,7 @@ def test_an_interrupt_exits_without_orphans_and_with_memory_returned(where: str)
     time.sleep(0.3)
     if where != "close":
         os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=100)
     assert "returned" in output, errors
     assert process.returncode != 0
     assert wait_until_gone(workers, 10) == []

@@ -207,6 +207,14 @@ class BatchSource:
 
     def stop(self) -> None:
         """End the iteration: workers leave, their slots are free again. Leased slots stay with the consumer. Twice is fine."""
+        for _ in range(NUM_SHUTDOWN_TRIES - 1):
+            try:
+                return self._stop_once()
+            except RuntimeError:
+                continue  # torch's signal handler reports a dead worker wherever the trainer happens to be, also here
+        return self._stop_once()
+
+    def _stop_once(self) -> None:
         if self._iterator is None or os.getpid() != self._owner:
             return
         if self._pool.is_open:
@@ -222,12 +230,7 @@ class BatchSource:
 def _shut_down(iterator: Any) -> None:
     """Join or end the workers now. Dropping the iterator is not enough: a traceback that somebody keeps would keep the workers."""
     workers = list(iterator._workers)
-    for _ in range(NUM_SHUTDOWN_TRIES):
-        try:
-            iterator._shutdown_workers()
-            break
-        except RuntimeError:
-            continue
+    iterator._shutdown_workers()
     for worker in workers:
         if worker.is_alive():
             worker.kill()

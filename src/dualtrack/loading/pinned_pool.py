@@ -210,7 +210,9 @@ class PinnedPool:
                 )
             time.sleep(1e-3)
             self.reap()
-        self._free()
+        self.slab.free()
+        self.states.close()
+        self._free.detach()  # last: an interrupt in the middle leaves the rest to the next call or to the interpreter's exit
 
     def __enter__(self) -> Self:
         return self

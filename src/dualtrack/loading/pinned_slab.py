@@ -84,16 +84,21 @@ class PinnedSlab:
     def free(self) -> None:
         """Unlock the pages, drop the mapping and return the bytes to the budget; no copy may be running. Twice is fine.
 
-        A forked child's copy frees nothing, since the trainer still uses it.
+        An interrupt in the middle leaves the rest to the next call. A forked child's copy frees nothing, since the trainer still uses it.
         """
         if not self.is_open or os.getpid() != self._owner:
             return
-        self.is_open = False
-        page_lock, self._page_lock = self._page_lock, None
         try:
-            if page_lock is not None:
-                page_lock.unregister(self.address)
-        finally:
-            if hasattr(self, "shared"):
-                self.shared.close()
-            self._budget.give_back(self._key)
+            if self._page_lock is not None:
+                self._page_lock.unregister(self.address)
+        except PoolError:
+            self._drop()
+            raise
+        self._drop()
+
+    def _drop(self) -> None:
+        self._page_lock = None
+        if hasattr(self, "shared"):
+            self.shared.close()
+        self._budget.give_back(self._key)
+        self.is_open = False

@@ -68,9 +68,8 @@ class SharedBytes:
 
         The mapping itself is freed by its last reference: closing it under a living view would turn the view's next read into a crash.
         """
-        if self.is_open:
-            self.close_descriptor()
-            del self.map
+        self.close_descriptor()
+        self.__dict__.pop("map", None)
 
 
 @functools.cache
