@@ -34,6 +34,17 @@ def test_a_rank_without_a_process_and_without_its_done_mark_is_dead(tmp_path: Pa
         assert [state.died_silently for state in LaunchWatch(SPEC, tmp_path)._look()] == [False, True]
 
 
+def test_a_process_id_that_belongs_to_somebody_else_by_now_is_not_the_rank(tmp_path: Path) -> None:
+    with RankJournal(tmp_path, 0) as mine, RankJournal(tmp_path, 1) as other:
+        other.entry = JournalEntry(
+            rank=1, pid=os.getpid(), born_seconds=mine.entry.born_seconds - 60, entered_seconds=1.0
+        )
+        other.enter("reduce", 3)
+        watch = LaunchWatch(SPEC, tmp_path)
+        assert [state.is_alive for state in watch._look()] == [True, False]
+        assert watch.running() == [launch_watch.identity_of(mine.entry)]
+
+
 def test_a_launch_without_a_result_of_every_rank_is_an_error(tmp_path: Path) -> None:
     write_result(tmp_path, 0, {})
     with pytest.raises(launch_watch.LaunchError, match=r"result-00001\.json is missing"):

@@ -32,7 +32,6 @@ from dualtrack.stages.expansion_speed import latency_observation, sweep, sweep_o
 from dualtrack.stages.stage_run import Findings, StageRun, save_record
 from dualtrack.training.launch_watch import RankFailed
 from dualtrack.training.rank_faults import RankFault
-from dualtrack.training.rank_processes import process_status
 from dualtrack.training.rank_training import GradientFault
 
 STABLE_KEYS = (
@@ -261,7 +260,7 @@ def _kill_a_rank(runs: ExpansionRuns) -> Observation:
         runs.probe(world_size, faults=(RankFault(kind="kill", rank=world_size - 1, phase="reduce"),))
     except RankFailed as error:
         seconds = (datetime.now(UTC) - started).total_seconds()
-        left = [pid for pid in error.pids if process_status(pid) is not None]
+        left = [process for process in error.processes if process.find() is not None]
         runs.run.notes.append(
             f"Rank {world_size - 1} was killed on purpose: after {seconds:.1f} s the launch said: {error.cause}"
         )

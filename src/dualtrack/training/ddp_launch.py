@@ -78,7 +78,7 @@ class RankLauncher:
             outcome = self._wait(watch)
             error = watch.judge(outcome)
             # an agent that said itself that the launch failed has ended its ranks and can serve again
-            ended_well = outcome["state"] in ("completed", "failed") and not watch.running_pids()
+            ended_well = outcome["state"] in ("completed", "failed") and not watch.running()
         finally:
             if not ended_well:
                 self.close()
@@ -178,7 +178,7 @@ class RankLauncher:
             reason = watch.reason_to_stop()
             if reason is not None:
                 # the agent alone would wait up to 30 s for a rank that ignores SIGTERM, and for ever for one that hangs at its exit
-                end_processes(watch.running_pids())
+                end_processes(watch.running())
                 said = self._receive() if self._control.poll(AGENT_SECONDS) else None
                 return {**said, "stopped": reason} if said is not None else {"state": reason}
         return self._receive() or {"state": "agent died", "error": _tail(self._scratch / "agent.log")}

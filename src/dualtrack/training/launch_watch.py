@@ -14,7 +14,7 @@ from dualtrack.facts.errors import LaunchError
 from dualtrack.training.launch_spec import LaunchSpec
 from dualtrack.training.rank_blame import Blame, RankState, find_guilty
 from dualtrack.training.rank_journal import JournalEntry, read_failure, read_journal, read_result
-from dualtrack.training.rank_processes import process_status
+from dualtrack.training.rank_processes import ProcessIdentity, process_status
 
 GRACE_SECONDS = 2.0
 """From the first sign of a failure to the kill: enough for gloo's peers to say what they saw (0.14 s, measured on 4 ranks)."""
@@ -40,11 +40,16 @@ class LaunchResult:
 class RankFailed(LaunchError):
     """A launch failed because of its ranks; `rank` is None where none could be told from the others."""
 
-    def __init__(self, message: str, blame: Blame, pids: Sequence[int] = ()) -> None:
-        """Keep who and why beside the message, and the process ids that all ranks had."""
+    def __init__(self, message: str, blame: Blame, processes: Sequence[ProcessIdentity] = ()) -> None:
+        """Keep who and why beside the message, and the processes that the ranks were."""
         super().__init__(message)
         self.rank, self.cause, self.rank_traceback = blame.rank, blame.cause, blame.traceback
-        self.pids = tuple(pids)
+        self.processes = tuple(processes)
+
+
+def identity_of(entry: JournalEntry) -> ProcessIdentity:
+    """Return the process that wrote a journal."""
+    return ProcessIdentity(entry.pid, entry.born_seconds)
 
 
 class LaunchWatch:
@@ -79,9 +84,9 @@ class LaunchWatch:
         self._stop_reason, self._stopped = reason, states
         return reason
 
-    def running_pids(self) -> list[int]:
-        """Return the process ids of the ranks that still run."""
-        return [state.entry.pid for state in self._look() if state.entry is not None and state.is_alive]
+    def running(self) -> list[ProcessIdentity]:
+        """Return the processes of the ranks that still run."""
+        return [identity_of(state.entry) for state in self._look() if state.entry is not None and state.is_alive]
 
     def judge(self, outcome: dict[str, Any]) -> LaunchError | None:
         """Return None for a launch in which every rank came to its end, else the error to raise."""
@@ -103,7 +108,9 @@ class LaunchWatch:
             )
         blame = find_guilty(states, self.spec.backend)
         return RankFailed(
-            self._message(blame, seconds), blame, [state.entry.pid for state in states if state.entry is not None]
+            self._message(blame, seconds),
+            blame,
+            [identity_of(state.entry) for state in states if state.entry is not None],
         )
 
     def result(self) -> LaunchResult:
@@ -151,7 +158,7 @@ class LaunchWatch:
         for rank in range(self.spec.world_size):
             # journal, process, journal: a rank that begins or ends in between is never seen dead without its done mark
             known = read_journal(self.folder, rank)
-            status = process_status(known.pid) if known is not None else None
+            status = process_status(identity_of(known)) if known is not None else None
             entry = read_journal(self.folder, rank) if known is not None else None
             failure = read_failure(self.folder, rank)
             states.append(RankState(

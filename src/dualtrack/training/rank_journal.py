@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from dualtrack.facts.durable_files import write_atomically
 
 ENTRY_BYTES = 512
@@ -38,6 +40,8 @@ class JournalEntry:
 
     rank: int
     pid: int
+    born_seconds: float = 0.0
+    """When the process was created, by the system's clock: a process id alone may belong to somebody else by now."""
     section: int = 0
     """Which part of its task the rank is in; steps count within one."""
     step: int = 0
@@ -73,7 +77,9 @@ class RankJournal:
         """Create the file and write the first entry."""
         self.path = journal_path(folder, rank)
         self.on_enter = on_enter
-        self.entry = JournalEntry(rank=rank, pid=os.getpid(), entered_seconds=time.monotonic())
+        self.entry = JournalEntry(
+            rank=rank, pid=os.getpid(), born_seconds=psutil.Process().create_time(), entered_seconds=time.monotonic()
+        )
         self._descriptor: int | None = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._write()
 

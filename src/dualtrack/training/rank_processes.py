@@ -4,10 +4,14 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import psutil
 
 POLL_SECONDS = 0.02
+SAME_BIRTH_SECONDS = 0.5
+"""The system's boot time, from which psutil computes a birth, may be corrected by fractions of a second."""
 
 
 def living_in_group(group: int, apart_from: int | None = None) -> list[int]:
@@ -37,20 +41,38 @@ def end_group(group: int, seconds: float = 5.0, apart_from: int | None = None) -
     return left
 
 
-def process_status(pid: int) -> str | None:
-    """Return psutil's status of a process, or None when it does not run; a zombie is dead."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return None
-    return None if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else str(status)
+class ProcessIdentity(NamedTuple):
+    """One process and no other: ids are used again, within minutes on a busy machine with 32,768 of them."""
 
+    pid: int
+    born_seconds: float
+    """`psutil.Process.create_time()`."""
 
-def end_processes(pids: list[int]) -> None:
-    """Kill processes and whatever they started, loader workers for example."""
-    for pid in pids:
+    def find(self) -> psutil.Process | None:
+        """Return the process if it is still the same one, and no zombie."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.born_seconds) < SAME_BIRTH_SECONDS
+            if is_same and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                return process
+        return None
+
+
+def process_status(identity: ProcessIdentity) -> str | None:
+    """Return psutil's status of a process, or None when it does not run."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = identity.find()
+        return None if process is None else str(process.status())
+    return None
+
+
+def end_processes(identities: Sequence[ProcessIdentity]) -> None:
+    """Kill processes and whatever they started, loader workers for example."""
+    for identity in identities:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = identity.find()
+            if process is None:
+                continue
             for one in [*process.children(recursive=True), process]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
