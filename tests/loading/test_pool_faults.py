@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from example_datasets import AugmentedDataset, Images, Opaque, SizedBatches
@@ -50,7 +51,7 @@ def test_fifty_epochs_of_random_sizes_allocate_nothing_and_stay_flat() -> None:
     legacy = DataLoader(SizedBatches(sizes), batch_size=1, collate_fn=one_by_one)
     with PooledLoader(legacy, "cpu", 1 << 18, slot_bytes=8000) as loader:
         list(loader)
-        before, descriptors = loader.stats(), num_open_descriptors()
+        before, descriptors, resident = loader.stats(), num_open_descriptors(), psutil.Process().memory_info().rss
         for _ in range(50):
             for size, batch in zip(sizes, loader, strict=True):
                 assert batch.shape == (size,)
@@ -59,6 +60,7 @@ def test_fifty_epochs_of_random_sizes_allocate_nothing_and_stay_flat() -> None:
     assert after.num_allocations_after_warmup == before.num_allocations_after_warmup
     assert after.pool_peak_bytes == before.pool_peak_bytes == before.pool_current_bytes
     assert num_open_descriptors() <= descriptors
+    assert psutil.Process().memory_info().rss - resident < 8 << 20
     assert len(after.queue_depth) <= 512
 
 

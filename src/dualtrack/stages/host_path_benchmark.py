@@ -174,7 +174,7 @@ def compare_small_epochs(workload: str, num_repeats: int, num_epochs: int = 20) 
 
 CPU_CASES = (HostPathCase(batch_size=64, num_sources=64), HostPathCase(batch_size=64, num_sources=3000))
 GPU_CASES = tuple(
-    HostPathCase(batch_size=256, dtype=dtype, num_workers=num_workers, num_sources=512)
+    HostPathCase(batch_size=256, dtype=dtype, num_workers=num_workers, num_sources=512, seconds=2.0)
     for dtype in ("uint8", "float32")
     for num_workers in (8, 14)
 )
