@@ -17,6 +17,9 @@ What is preserved of the wrapped loader, bit for bit and in order:
 | `pin_memory=True` | replaced by the pool |
 | `in_order=False`, a subclass with its own `__iter__` | refused with the reason |
 | two iterators at once | the newer one ends the older, whose next use is an error |
+
+What it costs where there is nothing to win: without workers, on a CPU device, about 60 microseconds a batch (measured on two shared cores:
+13 against 70 for batches of eight small samples).
 """
 
 import weakref
